@@ -1,0 +1,30 @@
+# Each target makes .venv and installs what it needs: Python 3.11 or later and make are enough.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-all lint clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m flows.demo
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not long and not gpu"
+
+test-all: $(STAMP)
+	$(BIN)/pytest -m "not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,1 @@
+"""Prefect flows: the pipeline and its parameters, and the `shardflow` command."""

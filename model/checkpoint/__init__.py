@@ -1,0 +1,1 @@
+"""Checkpoints: headers, names, plans, conversion and proof. No Prefect, Triton, GPU or process group."""

@@ -177,8 +177,8 @@ def _number(
     value = config.get(name)
     if value is None:
         value = default
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or value < 0:
+    numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not numeric or value < 0:
         problems.append(
             f"{prefix}{name} = {config.get(name)!r} is not {'a whole' if whole else 'a'} number of at least 0"
         )

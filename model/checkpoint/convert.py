@@ -1,0 +1,125 @@
+"""From a Hugging Face directory to ``model<rank>-mp<N>.safetensors``: a plan, then one streamed file a rank."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.build import Resources, build_files, check_vacant, work_directory
+from model.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    SourceRecord,
+    read_manifest,
+    tool_version,
+    write_manifest,
+)
+from model.checkpoint.plan import Plan, plan_shards
+from model.checkpoint.progress import Progress, Silent
+from model.checkpoint.sidecars import (
+    BESIDE_SHARDS,
+    copy_sidecars,
+    find_sidecars,
+    source_record,
+    write_sidecar,
+    written_config,
+)
+from model.checkpoint.source import open_source, read_json
+from model.checkpoint.storage import json_bytes
+from model.errors import InputError
+
+MODEL_ARGS = "model_args.json"
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    mp: int,
+    weights: str | None = None,
+    mtp: str = "drop",
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Convert the checkpoint in ``source`` into ``mp`` shards in ``out``.
+
+    ``weights`` (``bf16`` or ``fp8``) defaults to what the source holds; BF16 from FP8 is dequantised on the way.
+    Taken up where a killed run stopped; a finished ``out`` of the same inputs is left as it is. Raises
+    ``InputError`` before anything is written, ``RunError`` where reading or writing fails.
+    """
+    plan = plan_shards(open_source(source, mtp), mp=mp, weights=weights, mtp=mtp)
+    return convert_plan(plan, out, resources=resources or Resources(), progress=progress or Silent())
+
+
+def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progress) -> Manifest:
+    """Carry out ``plan``; see ``convert``."""
+    sidecars = find_sidecars(plan.source.directory, BESIDE_SHARDS)
+    if not (out / MANIFEST).exists():
+        check_vacant(out)
+    record = source_record(plan.source, progress)
+    identity = _identity(plan, record)
+    if (out / MANIFEST).exists():
+        return _finished(out, identity)
+    with work_directory(out, identity) as partial:
+        files = build_files(plan.files, plan.source, partial, resources, progress, "write shards")
+        return _finish(plan, record, partial / "files", files, sidecars)
+
+
+def _finish(
+    plan: Plan, record: SourceRecord, directory: Path, shards: tuple[FileRecord, ...], sidecars: tuple[Path, ...]
+) -> Manifest:
+    """The small files, and last the manifest."""
+    config = written_config(plan.source, plan.weights, plan.args.n_mtp_layers)
+    files = [*shards, write_sidecar(directory / "config.json", config), *copy_sidecars(sidecars, directory)]
+    official, notes = plan.args.to_official()
+    if official is not None:
+        files.append(write_sidecar(directory / MODEL_ARGS, json_bytes(official)))
+    manifest = Manifest(
+        source=record,
+        args=plan.args,
+        mp=plan.mp,
+        weights=plan.weights,
+        mtp=plan.mtp,
+        files=tuple(files),
+        dropped=plan.dropped,
+        notes=tuple(f"{MODEL_ARGS} is left out: {note}" for note in notes),
+        tool=tool_version(),
+    )
+    write_manifest(directory, manifest)
+    return manifest
+
+
+def _identity(plan: Plan, record: SourceRecord) -> dict[str, Any]:
+    """What decides the output's bytes: a resumed or repeated run must have the same."""
+    return {
+        "stage": "convert",
+        "tool": tool_version(),
+        "source": dataclasses.asdict(record),
+        "args": plan.args.to_json(),
+        "mp": plan.mp,
+        "weights": plan.weights,
+        "mtp": plan.mtp,
+    }
+
+
+def _finished(out: Path, identity: dict[str, Any]) -> Manifest:
+    """The manifest of a finished ``out``, if it was made of the same inputs and its files are there."""
+    manifest = read_manifest(out)
+    made_of, wanted = read_json(out / MANIFEST), json.loads(json_bytes(identity))
+    differing = [name for name in wanted if name not in ("stage", "tool") and wanted[name] != made_of[name]]
+    if differing:
+        raise InputError(f"{out}: holds a checkpoint that differs in {', '.join(differing)}; choose another place")
+    problems = [
+        f"{out / file.name}: expected {file.size} bytes, found {_size(out / file.name)}; "
+        f"remove {out} and convert again"
+        for file in manifest.files
+        if _size(out / file.name) != file.size
+    ]
+    if problems:
+        raise InputError(problems)
+    return manifest
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

@@ -1,0 +1,130 @@
+"""``manifest.json``: what a checkpoint directory holds, of what it was made, and by which rules.
+
+Written last, and the same bytes for the same inputs: no time, host, duration or path. A directory without one is
+no checkpoint.
+"""
+
+import dataclasses
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.args import ModelArgs
+from model.checkpoint.plan import DroppedRule
+from model.checkpoint.source import read_json
+from model.checkpoint.storage import json_bytes, write_atomically
+from model.errors import InputError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its size in bytes, its digest in hex, and how many tensors it holds (None: no safetensors file)."""
+
+    name: str
+    size: int
+    sha256: str
+    tensors: int | None = None
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """Of what a checkpoint was made: hub repository and commit where known, and every file that was read."""
+
+    repo: str | None
+    commit: str | None
+    files: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``. ``args`` are those of the shards; ``notes`` say what a reader must know."""
+
+    source: SourceRecord | None
+    args: ModelArgs
+    mp: int
+    weights: str
+    mtp: str
+    files: tuple[FileRecord, ...]
+    dropped: tuple[DroppedRule, ...]
+    notes: tuple[str, ...] = ()
+    tool: str = ""
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, in the order in which a person wants to read them."""
+        fields = dataclasses.asdict(self) | {"args": self.args.to_json()}
+        first = ("schema", "tool", "mp", "weights", "mtp")
+        return {name: fields[name] for name in (*first, *(name for name in fields if name not in first))}
+
+    def shards(self) -> tuple[FileRecord, ...]:
+        """The main model's files, by rank."""
+        names = [shard_name(rank, self.mp) for rank in range(self.mp)]
+        by_name = {file.name: file for file in self.files}
+        return tuple(by_name[name] for name in names)
+
+
+def shard_name(rank: int, mp: int) -> str:
+    """File name of one rank's part of the model."""
+    return f"model{rank}-mp{mp}.safetensors"
+
+
+def tool_version() -> str:
+    """Name and version of this project, as it is installed."""
+    try:
+        return f"shardflow {importlib.metadata.version('shardflow')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "shardflow (not installed)"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` into ``directory``, whole or not at all."""
+    write_atomically(directory / MANIFEST, json_bytes(manifest.to_json()))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in ``directory``.
+
+    Raises ``InputError`` where there is none, or one that this version cannot read.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise InputError(
+            f"{directory}: holds no {MANIFEST}, so it is no checkpoint; convert into it, or use "
+            "`shardflow adopt` for shards of the official converter"
+        )
+    fields = read_json(path)
+    if fields.get("schema") != SCHEMA:
+        raise InputError(f"{path}: schema {fields.get('schema')!r} is unknown to this version, which reads {SCHEMA}")
+    try:
+        return _from_json(fields)
+    except InputError as error:
+        raise InputError([f"{path}: {problem}" for problem in error.problems]) from error
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({type(error).__name__}: {error}); convert again") from error
+
+
+def _from_json(fields: dict[str, Any]) -> Manifest:
+    source = fields["source"]
+    manifest = Manifest(
+        source=source and SourceRecord(source["repo"], source["commit"], _records(source["files"])),
+        args=ModelArgs.from_json(fields["args"]),
+        mp=fields["mp"],
+        weights=fields["weights"],
+        mtp=fields["mtp"],
+        files=_records(fields["files"]),
+        dropped=tuple(DroppedRule(**rule) for rule in fields["dropped"]),
+        notes=tuple(fields["notes"]),
+        tool=fields["tool"],
+    )
+    missing = {shard_name(rank, manifest.mp) for rank in range(manifest.mp)} - {file.name for file in manifest.files}
+    if missing:
+        raise InputError(f"mp = {manifest.mp}, but {', '.join(sorted(missing))} is not listed")
+    return manifest
+
+
+def _records(files: list[dict[str, Any]]) -> tuple[FileRecord, ...]:
+    return tuple(FileRecord(**file) for file in files)

@@ -1,0 +1,211 @@
+"""Proof that shards equal their source, by other code than the converter's: the safetensors library and torch.cat."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from model.args import ModelArgs
+from model.checkpoint.digest import CHUNK
+from model.checkpoint.headers import TensorInfo, read_header
+from model.checkpoint.manifest import FileRecord, Manifest, read_manifest, shard_name
+from model.checkpoint.names import Binding, bindings, scale_shape, target_scale
+from model.checkpoint.plan import cut, on_rank
+from model.checkpoint.progress import Progress, Silent
+from model.checkpoint.source import FP8, Source, open_source, shortened
+from model.errors import InputError, RunError
+
+
+class VerificationError(RunError):
+    """A checkpoint that is not what its manifest or its source says; a line for each difference."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was proven: files whose digests are the manifest's, tensors with the right names, shapes and dtypes, and
+    how many source tensors of how many bytes equal the shards bit for bit (0 without a source)."""
+
+    files: int
+    tensors: int
+    source_tensors: int
+    source_size: int
+
+
+def verify(checkpoint: Path, source: Path | None = None, progress: Progress | None = None) -> Verification:
+    """Check ``checkpoint`` against its manifest, and against ``source`` where one is given.
+
+    Raises ``InputError`` where there is nothing to verify or the source does not belong to it, and
+    ``VerificationError`` naming file, tensor, expected and actual for everything that differs.
+    """
+    progress = progress or Silent()
+    manifest = read_manifest(checkpoint)
+    opened = _matching_source(manifest, source) if source else None
+    problems = _digest_problems(checkpoint, manifest, progress)
+    if problems:
+        raise VerificationError(shortened(problems))
+    tensors, problems = _header_problems(checkpoint, manifest)
+    if problems:
+        raise VerificationError(shortened(problems))
+    compared = _compare(checkpoint, manifest, opened, progress) if opened else (0, 0)
+    return Verification(len(manifest.files), tensors, *compared)
+
+
+def _matching_source(manifest: Manifest, directory: Path) -> Source:
+    source = open_source(directory, manifest.mtp)
+    made_of = manifest.args.replace(
+        dtype=source.args.dtype, scale_fmt=source.args.scale_fmt, n_mtp_layers=source.args.n_mtp_layers
+    )
+    if source.args != made_of:
+        theirs, ours = source.args.to_json(), made_of.to_json()
+        raise InputError(
+            f"{directory}: is not the source of this checkpoint: "
+            f"{name} = {theirs[name]!r}, the manifest says {ours[name]!r}"
+            for name in ours
+            if theirs[name] != ours[name]
+        )
+    return source
+
+
+def _digest_problems(checkpoint: Path, manifest: Manifest, progress: Progress) -> list[str]:
+    """Every byte is read again: a remembered digest proves nothing about the disk."""
+    progress.phase("hash shards", sum(file.size for file in manifest.files))
+    problems = []
+    for file in manifest.files:
+        path = checkpoint / file.name
+        if not path.is_file():
+            problems.append(f"{path}: is listed in the manifest but missing; convert again")
+            continue
+        if path.stat().st_size != file.size:
+            problems.append(f"{path}: expected {file.size} bytes, found {path.stat().st_size}; convert again")
+            continue
+        digest = hashlib.sha256()
+        with path.open("rb") as opened:
+            while chunk := opened.read(CHUNK):
+                digest.update(chunk)
+                progress.advance(len(chunk))
+        if digest.hexdigest() != file.sha256:
+            problems.append(f"{path}: expected sha256 {file.sha256}, found {digest.hexdigest()}; convert again")
+    return problems
+
+
+def _header_problems(checkpoint: Path, manifest: Manifest) -> tuple[int, list[str]]:
+    """How many tensors the shards hold, and what is wrong with their names, shapes or dtypes."""
+    count, problems = 0, []
+    for rank, record in enumerate(manifest.shards()):
+        tensors = read_header(checkpoint / record.name).tensors
+        count += len(tensors)
+        problems += shard_problems(record, tensors, manifest.args, manifest.mp, rank)
+    return count, problems
+
+
+def shard_problems(
+    record: FileRecord, tensors: dict[str, TensorInfo], args: ModelArgs, mp: int, rank: int
+) -> list[str]:
+    """What a rank's file lacks, has too many of, or holds in another shape than ``args`` call for."""
+    problems = []
+    rest = set(tensors)
+    for binding in on_rank(bindings(args), args, mp, rank):
+        expected = {binding.target: cut(binding.shape, binding.axis, mp)}
+        stored = tensors.get(binding.target)
+        if binding.linear and stored and stored.dtype == FP8:
+            scales = cut(scale_shape(binding.shape, args.block_size), binding.axis, mp)
+            expected[target_scale(binding.target)] = scales
+        for name, shape in expected.items():
+            rest.discard(name)
+            if name not in tensors:
+                problems.append(f"{record.name}: tensor {name!r} is missing")
+            elif tensors[name].shape != shape:
+                actual = list(tensors[name].shape)
+                problems.append(f"{record.name}: tensor {name!r} has shape {actual}, expected {list(shape)}")
+    problems += [f"{record.name}: tensor {name!r} belongs to no rule of this model" for name in sorted(rest)]
+    return problems
+
+
+def _compare(checkpoint: Path, manifest: Manifest, source: Source, progress: Progress) -> tuple[int, int]:
+    """Reassemble every source tensor from the shards and compare the bits."""
+    progress.phase("compare with source", sum(source.tensors[binding.source].size for binding in source.bindings))
+    count, size, problems = 0, 0, list[str]()
+    with _Shards(checkpoint, manifest) as shards:
+        for binding in source.bindings:
+            weight, scale = source.tensors[binding.source], source.scale(binding.source)
+            pairs = [(binding.target, _original(weight))]
+            if scale and manifest.weights == "bf16":
+                pairs = [(binding.target, _dequantized(pairs[0][1], _original(scale), source.args.block_size))]
+            elif scale:
+                pairs.append((target_scale(binding.target), _original(scale)))
+            for name, expected in pairs:
+                for where, actual in shards.copies(binding, name):
+                    problems += _difference(where, name, binding.source, expected, actual)
+            count, size = count + len(pairs), size + weight.size
+            progress.advance(weight.size)
+    if problems:
+        raise VerificationError(shortened(problems))
+    return count, size
+
+
+class _Shards(contextlib.ExitStack):
+    """The shard files of all ranks, through the safetensors library."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        super().__init__()
+        self.mp, self.experts_per_rank = manifest.mp, manifest.args.n_routed_experts // manifest.mp
+        self._files = {
+            kind: [
+                self.enter_context(
+                    safe_open(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors", framework="pt")
+                )
+                for rank in range(manifest.mp)
+            ]
+            for kind in (("model", "mtp") if manifest.mtp == "keep" else ("model",))
+        }
+
+    def copies(self, binding: Binding, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each copy of the whole tensor that the shards hold, and where: sharded ones are put together first."""
+        kind = "mtp" if binding.mtp else "model"
+        files = self._files[kind]
+        if binding.expert is not None:
+            rank = binding.expert // self.experts_per_rank
+            yield f"{kind}{rank}-mp{self.mp}.safetensors", files[rank].get_tensor(name)
+        elif binding.axis is None:
+            for rank, file in enumerate(files):
+                yield f"{kind}{rank}-mp{self.mp}.safetensors", file.get_tensor(name)
+        else:
+            parts = torch.cat([file.get_tensor(name) for file in files], dim=binding.axis)
+            yield f"{kind}0…{self.mp - 1}-mp{self.mp}.safetensors" if self.mp > 1 else shard_name(0, 1), parts
+
+
+def _original(tensor: TensorInfo) -> torch.Tensor:
+    """The source tensor's values as stored, through the safetensors library."""
+    with safe_open(tensor.file, framework="pt") as file:
+        values: torch.Tensor = file.get_tensor(tensor.name)
+    return values
+
+
+def _dequantized(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """float32(code) * scale, rounded once to BF16: by torch's own FP8 conversion and a full-size scale matrix."""
+    rows, columns = codes.shape
+    full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (codes.float() * full).bfloat16()
+
+
+def _difference(where: str, name: str, source: str, expected: torch.Tensor, actual: torch.Tensor) -> list[str]:
+    head = f"{where}: tensor {name!r} differs from source {source!r}"
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return [f"{head}: {actual.dtype} {list(actual.shape)}, expected {expected.dtype} {list(expected.shape)}"]
+    ours, theirs = _bits(actual), _bits(expected)
+    if torch.equal(ours, theirs):
+        return []
+    wrong = (ours != theirs).flatten()
+    first = int(wrong.int().argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(first), actual.shape)]
+    values = (float(expected.flatten()[first]), float(actual.flatten()[first]))
+    return [f"{head} in {int(wrong.sum())} elements, first at {place}: expected {values[0]}, found {values[1]}"]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.dtype.itemsize])

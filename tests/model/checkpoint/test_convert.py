@@ -1,0 +1,302 @@
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from model.args import ModelArgs
+from model.checkpoint import build
+from model.checkpoint.build import Resources
+from model.checkpoint.convert import convert
+from model.checkpoint.manifest import read_manifest
+from model.errors import InputError, RunError
+from tests import official
+from tests.checkpoints import copy_checkpoint, edit_file, edit_json, edit_tensor, file_of, load_tensors, tree_bytes
+
+MTP_TENSORS = 2 * (5 + 3 + 3 * 16) + 12
+"""5 attention, 3 shared and 48 expert matrices, each with its scales; 4 norms, router, bias and the 6 of MTP."""
+
+
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {
+        name: (tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "mp"), [("bf16", 1), ("bf16", 2), ("bf16", 8), ("fp8", 1), ("fp8", 2), ("fp8", 4)]
+)
+def test_tensors_are_exactly_the_official_converter_s(tiny, tmp_path, weights, mp):
+    convert(tiny, tmp_path / "out", mp=mp, weights=weights)
+    source = load_tensors(tiny)
+    expected = official.shards(
+        source if weights == "fp8" else official.dequantised(source), mp, n_experts=16, n_layers=3
+    )
+    for rank in range(mp):
+        path = tmp_path / "out" / f"model{rank}-mp{mp}.safetensors"
+        assert as_bytes(load_file(path)) == as_bytes(expected[rank])
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert not list((tmp_path / "out").glob("mtp*"))
+
+
+def test_kept_mtp_layer_has_its_own_files(tiny, tmp_path):
+    manifest = convert(tiny, tmp_path / "out", mp=2, weights="bf16", mtp="keep")
+    source = official.dequantised(load_tensors(tiny))
+    for rank in range(2):
+        kept = load_file(tmp_path / "out" / f"mtp{rank}-mp2.safetensors")
+        assert all(name.startswith("layers.3.") for name in kept)
+        assert torch.equal(kept["layers.3.embed.weight"], source["model.layers.3.embed_tokens.weight"].chunk(2)[rank])
+        assert torch.equal(kept["layers.3.eh_proj.weight"], source["model.layers.3.eh_proj.weight"])
+        head = source["model.layers.3.shared_head.head.weight"].chunk(2)[rank]
+        assert torch.equal(kept["layers.3.shared_head.head.weight"], head)
+        assert ("layers.3.ffn.experts.8.w1.weight" in kept) == (rank == 1)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert (manifest.mtp, manifest.dropped) == ("keep", ())
+
+
+def test_written_config_and_manifest_tell_what_was_done(tiny, tmp_path):
+    manifest = convert(tiny, tmp_path / "out", mp=2, weights="bf16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["num_nextn_predict_layers"] == 0
+    assert manifest == read_manifest(tmp_path / "out")
+    assert (manifest.mp, manifest.weights, manifest.mtp, manifest.args.dtype) == (2, "bf16", "drop", "bf16")
+    assert [(rule.rule, rule.tensors) for rule in manifest.dropped] == [("mtp_layers", MTP_TENSORS)]
+    on_disk = {path.name for path in (tmp_path / "out").iterdir()} - {"manifest.json"}
+    assert {file.name for file in manifest.files} == on_disk
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"} <= on_disk
+    assert "model_args.json" not in on_disk  # a router bias where dim is 256: the official code has none
+    assert any("router has a bias exactly where dim is 7168" in note for note in manifest.notes)
+    text = (tmp_path / "out" / "manifest.json").read_text()
+    assert str(tmp_path) not in text
+
+
+def test_fp8_shards_keep_the_quantization_config(tiny, tmp_path):
+    convert(tiny, tmp_path / "out", mp=2)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == json.loads((tiny / "config.json").read_text())["quantization_config"]
+    assert read_manifest(tmp_path / "out").args.dtype == "fp8"
+
+
+def test_same_input_gives_the_same_bytes(tiny, tmp_path):
+    convert(tiny, tmp_path / "a", mp=2, resources=Resources(workers=1))
+    convert(tiny, tmp_path / "b", mp=2, resources=Resources(workers=2, max_memory=1 << 16))
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
+
+
+def test_illegal_mp_names_the_legal_ones_and_leaves_nothing(tiny, tmp_path):
+    with pytest.raises(
+        InputError, match=r"mp = 8 is not legal for fp8 shards of this checkpoint; legal are 1, 2, 4$"
+    ):
+        convert(tiny, tmp_path / "out", mp=8, weights="fp8")
+    with pytest.raises(InputError, match=r"mp = 3 is not legal for bf16 shards .* legal are 1, 2, 4, 8$"):
+        convert(tiny, tmp_path / "out", mp=3, weights="bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_never_more_than_two_source_files_open_per_worker(tiny, tmp_path, monkeypatch):
+    opened, most = set(), 0
+    really_open, really_close = os.open, os.close
+
+    def counting_open(path, *arguments, **options):
+        nonlocal most
+        descriptor = really_open(path, *arguments, **options)
+        if str(path).startswith(str(tiny)):
+            opened.add(descriptor)
+            most = max(most, len(opened))
+        return descriptor
+
+    def counting_close(descriptor):
+        opened.discard(descriptor)
+        really_close(descriptor)
+
+    monkeypatch.setattr(os, "open", counting_open)
+    monkeypatch.setattr(os, "close", counting_close)
+    convert(tiny, tmp_path / "out", mp=4, weights="bf16", resources=Resources(workers=1))
+    assert most == 2
+    assert not opened
+
+
+def fail_in(monkeypatch, name: str):
+    """Make writing one file fail half-way, as a full disk would."""
+    really = build.write_bands
+
+    def failing(plan, *arguments):
+        if plan.name == name:
+            raise RunError("the disk is on fire")
+        really(plan, *arguments)
+
+    monkeypatch.setattr(build, "write_bands", failing)
+
+
+def test_a_broken_run_leaves_nothing_and_resumes(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    convert(tiny, tmp_path / "whole", mp=2)
+    with monkeypatch.context() as patch:
+        fail_in(patch, "model1-mp2.safetensors")
+        with pytest.raises(RunError, match="on fire"):
+            convert(tiny, out, mp=2, resources=Resources(workers=1))
+    assert not out.exists()
+    first = tmp_path / "out.partial" / "files" / "model0-mp2.safetensors"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    before = first.stat().st_mtime_ns, first.stat().st_ino
+    convert(tiny, out, mp=2)
+    finished = out / first.name
+    assert (finished.stat().st_mtime_ns, finished.stat().st_ino) == before
+    assert tree_bytes(out) == tree_bytes(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_resume_with_other_options_is_refused(tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_in(patch, "model1-mp2.safetensors")
+        with pytest.raises(RunError):
+            convert(tiny, tmp_path / "out", mp=2, resources=Resources(workers=1))
+    before = tree_bytes(tmp_path)
+    for options in ({"mp": 4}, {"mp": 2, "weights": "bf16"}, {"mp": 2, "mtp": "keep"}):
+        with pytest.raises(InputError, match=r"out\.partial: holds unfinished work on another source or with other"):
+            convert(tiny, tmp_path / "out", **options)
+    assert tree_bytes(tmp_path) == before
+
+
+def test_finished_output_is_left_as_it_is(tiny, tmp_path):
+    first = convert(tiny, tmp_path / "out", mp=2)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert convert(tiny, tmp_path / "out", mp=2) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
+    with pytest.raises(InputError, match="holds a checkpoint that differs in args, mp, weights"):
+        convert(tiny, tmp_path / "out", mp=1, weights="bf16")
+    (tmp_path / "out" / "model1-mp2.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model1-mp2.safetensors: expected \d+ bytes, found None"):
+        convert(tiny, tmp_path / "out", mp=2)
+
+
+def test_other_non_empty_output_is_refused(tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        convert(tiny, tmp_path / "out", mp=2)
+    assert tree_bytes(tmp_path) == {"out/precious.txt": b"mine"}
+
+
+def test_an_empty_output_directory_is_fine(tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert(tiny, tmp_path / "out", mp=1)
+    assert read_manifest(tmp_path / "out").mp == 1
+
+
+def test_a_second_run_at_once_is_refused(tiny, tmp_path):
+    from model.checkpoint.build import work_directory
+
+    with work_directory(tmp_path / "out", {"stage": "another"}):
+        with pytest.raises(InputError, match="another run is writing it at this moment"):
+            convert(tiny, tmp_path / "out", mp=1)
+        (tmp_path / "out.partial" / "files" / "x").write_text("whole")
+    assert tree_bytes(tmp_path) == {"out/x": b"whole"}
+
+
+def test_a_source_that_changes_during_the_run_is_noticed(tiny, tmp_path, monkeypatch):
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    really = build.write_bands
+
+    def touching(plan, *arguments):
+        really(plan, *arguments)
+        os.utime(source / "model-00007-of-000007.safetensors", ns=(1, 1))
+
+    monkeypatch.setattr(build, "write_bands", touching)
+    with pytest.raises(RunError, match=r"model-00007-of-000007.safetensors: changed during the run"):
+        convert(source, tmp_path / "out", mp=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stored_inv_freq_is_dropped_by_its_rule(tiny, tmp_path):
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    edit_file(source / "model-00003-of-000007.safetensors", {name: torch.ones(32)})
+    manifest = convert(source, tmp_path / "out", mp=1)
+    assert [(rule.rule, rule.tensors) for rule in manifest.dropped] == [
+        ("rotary_inv_freq", 1),
+        ("mtp_layers", MTP_TENSORS),
+    ]
+
+
+def test_an_official_loader_gets_its_arguments(tmp_path):
+    """V2-Lite's fields are the defaults of the official ModelArgs."""
+    official_fields, notes = ModelArgs().to_official()
+    assert notes == []
+    assert ModelArgs.from_official(official_fields) == ModelArgs()
+
+
+BAD_SOURCES = {
+    "missing scale": (
+        lambda source: edit_tensor(source, "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv", None),
+        "tensor 'model.layers.1.mlp.experts.3.up_proj.weight' is F8_E4M3 but its scale",
+    ),
+    "truncated file": (
+        lambda source: os.truncate(source / "model-00004-of-000007.safetensors", 1_000_000),
+        "model-00004-of-000007.safetensors: is truncated: 1000000 bytes",
+    ),
+    "foreign architecture": (
+        lambda source: edit_json(source / "config.json", model_type="llama", architectures=["LlamaForCausalLM"]),
+        "config.json: model_type 'llama' (LlamaForCausalLM) is a Llama model",
+    ),
+    "missing file": (
+        lambda source: (source / "model-00002-of-000007.safetensors").unlink(),
+        "model-00002-of-000007.safetensors: is named by model.safetensors.index.json but does not exist",
+    ),
+    "stray file": (
+        lambda source: shutil.copy(source / "model-00002-of-000007.safetensors", source / "other.safetensors"),
+        "other.safetensors: is not named by the index",
+    ),
+    "missing expert": (
+        lambda source: edit_file(
+            file_of(source, "model.layers.2.mlp.experts.15.up_proj.weight"),
+            {f"model.layers.2.mlp.experts.15.up_proj.weight{end}": None for end in ("", "_scale_inv")},
+        ),
+        "tensor 'model.layers.2.mlp.experts.15.up_proj.weight' is missing",
+    ),
+    "expert too many": (
+        lambda source: edit_file(
+            source / "model-00003-of-000007.safetensors",
+            {"model.layers.1.mlp.experts.16.up_proj.weight": torch.zeros(128, 256, dtype=torch.bfloat16)},
+        ),
+        "tensor 'model.layers.1.mlp.experts.16.up_proj.weight': expert 16 lies past n_routed_experts = 16",
+    ),
+    "wrong shape": (
+        lambda source: edit_tensor(source, "model.embed_tokens.weight", torch.zeros(1500, 256, dtype=torch.bfloat16)),
+        "tensor 'model.embed_tokens.weight' has shape [1500, 256], the config calls for [1536, 256]",
+    ),
+    "packed weights": (
+        lambda source: edit_tensor(
+            source, "model.layers.1.self_attn.o_proj.weight", torch.zeros(256, 512, dtype=torch.int8)
+        ),
+        "tensor 'model.layers.1.self_attn.o_proj.weight' is I8; readable are F8_E4M3, BF16, F16, F32",
+    ),
+    "floor-shaped scale grid": (
+        lambda source: edit_tensor(
+            source, "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv", torch.ones(1, 2)
+        ),
+        "scale 'model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv' has shape [1, 2], expected [2, 2]",
+    ),
+    "path trick": (
+        lambda source: edit_json(source / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"}),
+        "file name '../model.safetensors' is not a plain name inside the checkpoint's directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+def test_a_bad_source_is_refused_by_name_before_anything_is_written(tiny, tmp_path, case):
+    damage, message = BAD_SOURCES[case]
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    damage(source)
+    with pytest.raises(InputError) as caught:
+        convert(source, tmp_path / "out", mp=2)
+    assert message in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -1,0 +1,411 @@
+"""The hub: a revision's commit, that commit's checkpoint files downloaded and checked, and a record of them.
+
+Every byte comes through huggingface_hub: its login, its retries, its Xet storage, its ``HF_ENDPOINT``. Added here:
+
+- Each file is checked against the hub's listing as soon as it is there: sha256 for LFS and Xet files, the git blob
+  id for the rest. (``HfApi.verify_repo_checksums`` would hash everything a second time, one file after the other,
+  and gives no sha256 of files that lie in git.)
+- The record ``.shardflow-source.json``, written last, so that neither a later run nor the manifest hashes again.
+- One line for each failure. No text of huggingface_hub's own errors gets into it: they can hold signed URLs.
+
+A broken connection is resumed inside the file with a Range request as long as huggingface_hub retries. After the end
+of the process the finished files stand, and the files that were in flight start again.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's or httpx2's, by version
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from model.errors import InputError, RunError
+
+RECORD_NAME = ".shardflow-source.json"
+
+# Names of a checkpoint's files, folder by folder: ``*`` does not cross a slash.
+CHECKPOINT_FILES = (
+    *("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "README*"),
+    "additional_chat_templates/*.jinja",
+)
+# Never downloaded, even where a pattern above matches: hidden files, and the same weights in another format.
+OTHER_FILES = (".*", "*.bin", "*.bin.*", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that have come to be present since the last call."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class TransientError(RunError):
+    """A failure of the network or the hub that may go away: connection, time-out, 408, 429 or 5xx."""
+
+
+class DamagedFileError(InputError):
+    """A downloaded file whose bytes are not those that the hub lists. The file was removed."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source: name relative to the directory, size in bytes, sha256, modification time when hashed."""
+
+    name: str
+    size: int
+    sha256: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """The hashed files of a source, sorted by name; repo and commit only while they are exactly that commit."""
+
+    repo: str | None
+    commit: str | None
+    files: tuple[SourceFile, ...]
+
+
+def resolve(repo: str, revision: str | None = None, *, endpoint: str | None = None) -> str:
+    """The commit (40 hex digits) that a branch, tag or commit of ``repo`` stands for; ``None`` is ``main``.
+
+    A full commit is returned as it is, without a request. Raises `InputError` for an unknown repository or revision
+    and for one that needs a login, `TransientError` where the hub cannot be reached.
+    """
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    with _hub_errors(repo, revision):
+        info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    assert info.sha is not None, "the hub names the commit of every revision"
+    return info.sha
+
+
+def list_files(repo: str, commit: str, *, endpoint: str | None = None) -> tuple[RepoFile, ...]:
+    """The checkpoint's files at ``commit`` as the hub lists them, sorted by name; their sizes sum to the download.
+
+    Raises `InputError` for names that would leave the directory and for a repository without safetensors files, and
+    what `resolve` raises.
+    """
+    with _hub_errors(repo, commit):
+        tree = HfApi(endpoint=endpoint).list_repo_tree(repo, recursive=True, revision=commit)
+        listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+    unsafe = [name for name in listed if _leaves_directory(name)]
+    if unsafe:
+        raise InputError(
+            f"{repo}@{commit}: refused, file name {name!r} is not a plain relative path" for name in unsafe
+        )
+    files = tuple(listed[name] for name in sorted(listed) if _is_checkpoint_file(name))
+    if not any(file.path.endswith(".safetensors") for file in files):
+        raise InputError(f"{repo}@{commit}: holds no *.safetensors file; choose a repository or revision that does")
+    return files
+
+
+def download(
+    repo: str,
+    commit: str,
+    directory: Path,
+    *,
+    workers: int = 8,
+    progress: Progress | None = None,
+    endpoint: str | None = None,
+) -> SourceRecord:
+    """Bring ``directory`` to the checkpoint files of ``repo`` at ``commit``, check every byte, write the record last.
+
+    Files that are already there and right are kept, damaged or outdated ones are fetched anew, and those of an
+    earlier commit that the new one lacks are removed. A finished, unchanged directory costs neither a request nor a
+    hash. ``progress`` replaces huggingface_hub's own bars; its calls sum to the sizes of `list_files`, and never
+    overlap although files arrive in ``workers`` threads.
+
+    Raises what `list_files` raises, `InputError` for a directory that holds another repository, `DamagedFileError`
+    with one line for each file whose bytes are wrong (all others are kept), and `RunError` for local failures; too
+    little space on the disk is one before anything is fetched.
+    """
+    assert _COMMIT.fullmatch(commit), f"{commit!r} is not a commit: resolve it first"
+    earlier = _load_record(directory)
+    if earlier is not None and earlier.repo != repo:
+        raise InputError(f"{directory}: holds {earlier.repo}, not {repo}; choose another directory")
+    known = {file.name: file for file in _unchanged_files(directory, earlier)}
+    if earlier is not None and earlier.commit == commit and len(known) == len(earlier.files):
+        return earlier
+
+    files = list_files(repo, commit, endpoint=endpoint)
+    with _hub_errors(repo, commit):
+        _check_space(directory, files)
+    run = _Download(repo, commit, directory, endpoint, known, None if progress is None else _one_at_a_time(progress))
+    entries = _in_threads(run.obtain, files, workers)
+    with _hub_errors(repo, commit):
+        for name in known.keys() - {file.path for file in files}:
+            (directory / name).unlink()
+        record = SourceRecord(repo, commit, tuple(sorted(entries, key=lambda entry: entry.name)))
+        _write_record(directory, record)
+    return record
+
+
+def read_record(directory: Path) -> SourceRecord | None:
+    """What the download's record still vouches for, or ``None`` if there is no (readable) record.
+
+    An entry counts while the file's size and modification time are those it was hashed with; the others are left
+    out. ``repo`` and ``commit`` are given only while every entry counts, because after that the directory is no
+    longer that commit. Files that the record does not name (added by hand) are not its concern.
+    """
+    record = _load_record(directory)
+    if record is None:
+        return None
+    unchanged = tuple(_unchanged_files(directory, record))
+    return record if unchanged == record.files else SourceRecord(None, None, unchanged)
+
+
+@dataclass(frozen=True)
+class _Download:
+    """One run of `download`: where from, where to, what the record already vouches for, and whom to tell."""
+
+    repo: str
+    commit: str
+    directory: Path
+    endpoint: str | None
+    known: dict[str, SourceFile]
+    report: Progress | None
+
+    def obtain(self, file: RepoFile) -> SourceFile:
+        """The checked entry of one file: from the record, from the bytes that are there, or downloaded."""
+        with _hub_errors(self.repo, self.commit, file.path):
+            entry = self._present(file)
+            if entry is not None:
+                if self.report is not None:
+                    self.report(file.size)
+                return entry
+            return self._fetch(file)
+
+    def _present(self, file: RepoFile) -> SourceFile | None:
+        entry, path = self.known.get(file.path), self.directory / file.path
+        if entry is not None and file.lfs is not None and entry.sha256 == file.lfs.sha256:
+            return entry
+        if not path.is_file() or path.stat().st_size != file.size:
+            return None
+        entry, identity = _hash_file(path, file)
+        return entry if identity == _identity(file) else None
+
+    def _fetch(self, file: RepoFile) -> SourceFile:
+        path = self.directory / file.path
+        path.unlink(missing_ok=True)  # huggingface_hub would keep it where its own note names this commit
+        hf_hub_download(
+            self.repo,
+            file.path,
+            revision=self.commit,
+            local_dir=self.directory,
+            endpoint=self.endpoint,
+            tqdm_class=None if self.report is None else _silent_bar(self.report),
+        )
+        entry, identity = _hash_file(path, file)
+        if (entry.size, identity) == (file.size, _identity(file)):
+            return entry
+        path.unlink()
+        raise DamagedFileError(
+            f"{path}: expected {file.size} bytes with {_identity(file)}, got {entry.size} bytes with {identity}; "
+            "the file was removed, so running again fetches only it"
+        )
+
+
+def _check_space(directory: Path, files: Iterable[RepoFile]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    here = {path: path.stat().st_size for file in files if (path := directory / file.path).is_file()}
+    needed = sum(file.size for file in files if here.get(directory / file.path) != file.size)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise RunError(f"{directory}: {needed} bytes are to be downloaded, {free} are free; make room on the disk")
+
+
+def _in_threads(
+    obtain: Callable[[RepoFile], SourceFile], files: Iterable[RepoFile], workers: int
+) -> list[SourceFile]:
+    """All entries. Damaged files are collected; any other failure keeps further files from being started."""
+    entries: list[SourceFile] = []
+    damaged: list[str] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for future in as_completed([pool.submit(obtain, file) for file in files]):
+                try:
+                    entries.append(future.result())
+                except DamagedFileError as error:
+                    damaged.extend(error.problems)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if damaged:
+        raise DamagedFileError(sorted(damaged))
+    return entries
+
+
+# Names and hashes
+
+
+def _leaves_directory(name: str) -> bool:
+    parts = name.split("/")
+    return "\\" in name or any(part in ("", ".", "..") or PureWindowsPath(part).drive for part in parts)
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    def matches(pattern: str) -> bool:
+        return pattern.count("/") == name.count("/") and fnmatchcase(name, pattern)
+
+    return any(map(matches, CHECKPOINT_FILES)) and not any(map(matches, OTHER_FILES))
+
+
+def _identity(file: RepoFile) -> str:
+    return f"git blob id {file.blob_id}" if file.lfs is None else f"sha256 {file.lfs.sha256}"
+
+
+def _hash_file(path: Path, file: RepoFile) -> tuple[SourceFile, str]:
+    """The entry of the file as it is on disk, and its identity in the form of `_identity`; read once, and synced."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())  # the record must not outlive a power cut that the bytes do not
+        status = os.fstat(stream.fileno())
+        sha256 = hashlib.sha256()
+        blob = hashlib.sha1(b"blob %d\0" % status.st_size, usedforsecurity=False)
+        hashes = [sha256] if file.lfs is not None else [sha256, blob]
+        while chunk := stream.read(1 << 20):
+            for hasher in hashes:
+                hasher.update(chunk)
+    entry = SourceFile(file.path, status.st_size, sha256.hexdigest(), status.st_mtime_ns)
+    identity = f"git blob id {blob.hexdigest()}" if file.lfs is None else f"sha256 {entry.sha256}"
+    return entry, identity
+
+
+# The record
+
+
+def _load_record(directory: Path) -> SourceRecord | None:
+    try:
+        data = json.loads((directory / RECORD_NAME).read_text(encoding="utf-8"))
+        files = tuple(SourceFile(**file) for file in data["files"])
+        return SourceRecord(data["repo"], data["commit"], files)
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None  # what cannot be read vouches for nothing: the files are hashed again
+
+
+def _unchanged_files(directory: Path, record: SourceRecord | None) -> Iterator[SourceFile]:
+    for file in record.files if record is not None else ():
+        path = directory / file.name
+        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (file.size, file.mtime_ns):
+            yield file
+
+
+def _write_record(directory: Path, record: SourceRecord) -> None:
+    temporary = directory / f"{RECORD_NAME}.tmp"
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(record), indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(directory / RECORD_NAME)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Progress
+
+
+def _one_at_a_time(progress: Progress) -> Progress:
+    lock = threading.Lock()
+
+    def report(count: int) -> None:
+        with lock:
+            progress(count)
+
+    return report
+
+
+def _silent_bar(report: Progress) -> type[tqdm]:
+    """A class for huggingface_hub's ``tqdm_class`` that draws nothing and reports one file's bytes to ``report``."""
+
+    class SilentBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            report(int(n or 0))
+
+        # Xet counts bytes from the network apart from bytes of the file; with these two it opens no second bar.
+        def update_transfer(self, n: float | None = 1) -> None:
+            pass
+
+        def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    return SilentBar
+
+
+# Errors
+
+_NO_HUB = "the answer is not one of a hub; check HF_ENDPOINT and the proxy"
+_REFUSALS: tuple[tuple[type[Exception], str], ...] = (
+    (GatedRepoError, "access is gated; accept its terms on the repository's page and log in with `hf auth login`"),
+    (RepositoryNotFoundError, "no such model repository, or private; check the name or log in with `hf auth login`"),
+    (RevisionNotFoundError, "no such revision; check the branch, tag or commit"),
+    (HFValidationError, "not the name of a repository; write OWNER/NAME"),
+    (OfflineModeIsEnabled, "HF_HUB_OFFLINE forbids the network; unset it, or give a local directory"),
+    (FileMetadataError, _NO_HUB),
+    (json.JSONDecodeError, _NO_HUB),
+)
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None, name: str | None = None) -> Iterator[None]:
+    where = f"{repo}@{revision or constants.DEFAULT_REVISION}" + (f": {name}" if name else "")
+    try:
+        yield
+    except (HTTPError, HFValidationError, json.JSONDecodeError, OSError) as error:
+        # Not chained: the transport's messages can quote the request, token included.
+        raise _translated(error, where) from None
+    except RunError:
+        raise
+    except RuntimeError as error:  # all that hf_xet says of its network, its server and the disk
+        raise TransientError(f"{where}: Xet storage failed; running again resumes the download") from error
+
+
+def _translated(error: BaseException, where: str) -> InputError | RunError:
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _translated(error.__cause__, where)  # huggingface_hub's wrapper of a request that failed
+    for kind, problem in _REFUSALS:
+        if isinstance(error, kind):
+            return InputError(f"{where}: {problem}")
+    if isinstance(error, HfHubHTTPError):
+        return _refused_status(error.response.status_code, where)
+    if (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and not isinstance(error, ConnectionError | TimeoutError)
+    ):
+        return RunError(f"{error.filename or where}: {os.strerror(error.errno)}; running again resumes the download")
+    return TransientError(
+        f"{where}: the connection failed ({type(error).__name__}); running again resumes the download"
+    )
+
+
+def _refused_status(status: int, where: str) -> InputError | RunError:
+    if status in (401, 403):
+        return InputError(f"{where}: the hub refuses access (HTTP {status}); log in with `hf auth login`")
+    if status in (408, 429) or status >= 500:
+        return TransientError(f"{where}: the hub answers HTTP {status}; running again later resumes the download")
+    return RunError(f"{where}: the hub answers HTTP {status}")

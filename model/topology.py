@@ -1,6 +1,7 @@
 """Where a rank stands among its peers, and the few collectives the layers need."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,18 @@ class Topology:
             dist.broadcast(x, src=0, group=self.group)
         return x
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable ``value`` on every rank, through the control group."""
         if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, by rank, through the control group."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values

@@ -1,0 +1,138 @@
+"""How a command gets its ranks: it starts them itself on one host, or is one of an external torchrun's.
+
+Every command that computes (generate, warm-up, evaluate, serve) is ``run_command(...)``: in the process a person
+starts, it checks the checkpoint and starts one process a rank with the same arguments; in a rank (RANK and
+WORLD_SIZE are set) it joins the others (``model.ranks``) and does the work.
+
+Own ranks are plain processes in the group of the process that starts them, so Ctrl-C reaches all of them and
+their exit status comes through. (torchrun gives each a session of its own and turns every failure into status 1.)
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from model import ranks
+from model.checkpoint.manifest import read_manifest
+from model.errors import RunError, ShardflowError
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a command ended by Ctrl-C."""
+
+GRACE_S = 5.0
+"""Seconds that a rank gets to end by itself before it is killed."""
+
+
+def run_command(
+    module: str, arguments: Sequence[str], checkpoint: Path, work: ranks.Work, device: str = "auto"
+) -> int:
+    """Do ``work`` on every rank of ``checkpoint`` and return the exit status: 0 done, 1 failed, 2 refused.
+
+    ``module`` with ``arguments`` is the command that a started rank runs; it must come here again. Problems are
+    printed on standard error, one ``error:`` line each, once.
+    """
+    try:
+        if ranks.is_rank():
+            return ranks.run_rank(module, arguments, checkpoint, work, device)
+        manifest = read_manifest(checkpoint)
+        own_device = ranks.pick_device(device, manifest.mp)
+        if manifest.mp > 1:
+            return start_ranks(module, arguments, manifest.mp).returncode
+        with ranks.join(1, own_device) as topology:
+            work(manifest, topology, own_device)
+    except ShardflowError as error:
+        ranks.report(error)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def start_ranks(
+    module: str, arguments: Sequence[str], mp: int, *, timeout: float | None = None, capture: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module arguments…`` once for each of ``mp`` ranks on this host and wait for all of them.
+
+    ``returncode`` is 0, or the status of the rank that failed first (the others are then ended). With
+    ``capture``, ``stdout`` and ``stderr`` hold what all ranks wrote; otherwise it goes where this process's does.
+    Raises ``RunError`` where a signal ends a rank, or after ``timeout`` seconds. No rank outlives the call, nor
+    this process should it be killed.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with ExitStack() as stack:
+        meeting = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardflow-"))
+        stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2))
+        threads = max(1, len(os.sched_getaffinity(0)) // mp)
+        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ranks.own_environment(mp, Path(meeting))
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            # A rank inherits the block and lifts it once it can end without a traceback from its imports.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for rank in range(mp):
+                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    started.append(subprocess.Popen(command, env=environment | place, stdout=stdout, stderr=stderr))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            status = _wait(started, timeout)
+        except KeyboardInterrupt:
+            _wait_quietly(started)
+            raise
+        finally:
+            _end(started)
+        return subprocess.CompletedProcess(command, status, _text(stdout), _text(stderr))
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> int:
+    """0 once every rank is done, or the status of the first one found to have failed."""
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    while True:
+        statuses = [rank.poll() for rank in started]
+        killed = [(rank, -status) for rank, status in enumerate(statuses) if status is not None and status < 0]
+        if killed:
+            raise RunError(
+                f"rank {rank} of {len(started)} was ended by {signal.Signals(number).name}"
+                + ("; did the host run out of memory?" if number == signal.SIGKILL else "")
+                for rank, number in killed
+            )
+        failed = [status for status in statuses if status]
+        if failed:
+            return failed[0]
+        if all(status == 0 for status in statuses):
+            return 0
+        if time.monotonic() > deadline:
+            raise RunError(f"the {len(started)} ranks were not done after {timeout:g} s")
+        time.sleep(0.02)
+
+
+def _wait_quietly(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Give ranks that were interrupted too the time to leave the terminal as it was."""
+    deadline = time.monotonic() + GRACE_S
+    while any(rank.poll() is None for rank in started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """No rank is left when this returns."""
+    for rank in started:
+        rank.terminate()
+    for rank in started:
+        try:
+            rank.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _text(file: IO[bytes] | None) -> str | None:
+    if file is None:
+        return None
+    file.seek(0)
+    return file.read().decode(errors="replace")

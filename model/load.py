@@ -1,0 +1,121 @@
+"""One rank's model from its shard: every tensor exactly once, FP8 dequantised once where the model is not FP8."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from kernels.device import has_fp8_product
+from kernels.weight_dequant import weight_dequant
+from model.args import ModelArgs
+from model.attention import AttentionForm
+from model.checkpoint.headers import DTYPES, TensorInfo, read_header
+from model.checkpoint.manifest import Manifest, shard_name
+from model.errors import InputError
+from model.layers import FP8, Execution
+from model.topology import Topology
+from model.transformer import Transformer
+
+FP8_PRODUCT_BLOCK = (128, 128)
+"""The only block size of ``kernels.fp8_gemm``; other FP8 weights are dequantised when loading."""
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The compute dtype where none is asked for: float32 on the CPU, bfloat16 on a GPU."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def load_model(
+    directory: Path,
+    manifest: Manifest,
+    topology: Topology,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    fp8: bool | None = None,
+    attention: AttentionForm = "absorbed",
+) -> Transformer:
+    """This rank's part of the checkpoint in ``directory``, ready to compute on ``device``.
+
+    ``fp8`` None runs FP8 shards through the FP8 product where the device has it; True does so on any device;
+    False dequantises: ``float32(w) * scale``, rounded once to BF16, then cast to ``dtype``.
+    Raises ``InputError`` with a line for each tensor that is missing, left over, or of another shape or dtype.
+    """
+    args = manifest.args
+    possible = args.dtype == "fp8" and args.block_size == FP8_PRODUCT_BLOCK
+    if fp8 and not possible:
+        raise InputError(f"{directory}: holds {described(args)} weights; the FP8 product takes FP8 in 128x128 blocks")
+    if fp8 is None:
+        fp8 = possible and has_fp8_product(device)
+    execution = Execution(topology, device, dtype or default_dtype(device), fp8)
+    model = Transformer(args, execution, attention)
+    fill(model, directory / shard_name(topology.rank, topology.size), args.block_size)
+    return model
+
+
+def described(args: ModelArgs) -> str:
+    """How the shards hold their linear weights, for people."""
+    return "BF16" if args.dtype == "bf16" else f"FP8 ({args.block_size[0]}x{args.block_size[1]} blocks)"
+
+
+def fill(model: torch.nn.Module, shard: Path, block_size: tuple[int, int]) -> None:
+    """Copy the tensors of ``shard`` into the parameters of the same names.
+
+    One rule: where the shard's tensor is FP8 and the parameter is not, it is dequantised by its ``scale``.
+    The header is checked against the parameters both ways before any data is read.
+    """
+    parameters = dict(model.named_parameters())
+    tensors = read_header(shard).tensors
+    if problems := list(_mismatches(parameters, tensors, block_size)):
+        raise InputError([f"{shard}: {problem}" for problem in problems])
+    with safe_open(shard, framework="pt") as file, torch.no_grad():
+        for name, parameter in parameters.items():
+            tensor = file.get_tensor(name).to(parameter.device)
+            if _to_dequantise(parameter, tensors[name]):
+                scale = file.get_tensor(scale_name(name)).to(parameter.device)
+                tensor = weight_dequant(tensor, scale, block_size=block_size)
+            parameter.copy_(tensor)
+
+
+def scale_name(weight: str) -> str:
+    """The artifact name of an FP8 weight's block scales: ``<module>.scale`` for ``<module>.weight``."""
+    return f"{weight.removesuffix('.weight')}.scale"
+
+
+def _to_dequantise(parameter: torch.Tensor, tensor: TensorInfo) -> bool:
+    return DTYPES[tensor.dtype] == FP8 and parameter.dtype != FP8
+
+
+def _mismatches(
+    parameters: dict[str, torch.nn.Parameter], tensors: dict[str, TensorInfo], block_size: tuple[int, int]
+) -> Iterator[str]:
+    """What hinders ``fill``, a line each, without the file's name."""
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        if name in tensors and _to_dequantise(parameter, tensors[name]):
+            rows, columns = parameter.shape
+            expected[scale_name(name)] = (-(-rows // block_size[0]), -(-columns // block_size[1]))
+    for name, shape in expected.items():
+        if name not in tensors:
+            yield f"tensor {name!r} {list(shape)} is missing; convert again for this config"
+        elif tensors[name].shape != shape:
+            yield (
+                f"tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}; "
+                "convert again for this config"
+            )
+        elif not _fits(parameters.get(name), DTYPES[tensors[name].dtype]):
+            wanted = "F8_E4M3" if name in parameters and parameters[name].dtype == FP8 else "a float or F8_E4M3"
+            yield f"tensor {name!r} has dtype {tensors[name].dtype}, expected {wanted}; convert again"
+    for name in tensors:
+        if name not in expected:
+            yield f"tensor {name!r} is not part of this model; convert again for this config"
+
+
+def _fits(parameter: torch.nn.Parameter | None, dtype: torch.dtype) -> bool:
+    """Whether a tensor of ``dtype`` may fill ``parameter`` (None: it is a scale used for dequantising)."""
+    if parameter is None:
+        return dtype == torch.float32
+    if parameter.dtype == FP8:
+        return dtype == FP8
+    return dtype in (torch.float32, torch.bfloat16, torch.float16, FP8)

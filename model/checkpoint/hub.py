@@ -13,36 +13,29 @@ of the process the finished files stand, and the files that were in flight start
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's or httpx2's, by version
-    FileMetadataError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils.tqdm import tqdm
 
+from model.checkpoint.download_record import (
+    DownloadedFile,
+    DownloadRecord,
+    load_record,
+    unchanged_files,
+    write_record,
+)
+from model.checkpoint.hub_errors import hub_errors
 from model.errors import InputError, RunError
-
-RECORD_NAME = ".shardflow-source.json"
 
 # Names of a checkpoint's files, folder by folder: ``*`` does not cross a slash.
 CHECKPOINT_FILES = (
@@ -58,31 +51,8 @@ Progress = Callable[[int], None]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-class TransientError(RunError):
-    """A failure of the network or the hub that may go away: connection, time-out, 408, 429 or 5xx."""
-
-
 class DamagedFileError(InputError):
     """A downloaded file whose bytes are not those that the hub lists. The file was removed."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a source: name relative to the directory, size in bytes, sha256, modification time when hashed."""
-
-    name: str
-    size: int
-    sha256: str
-    mtime_ns: int
-
-
-@dataclass(frozen=True)
-class SourceRecord:
-    """The hashed files of a source, sorted by name; repo and commit only while they are exactly that commit."""
-
-    repo: str | None
-    commit: str | None
-    files: tuple[SourceFile, ...]
 
 
 def resolve(repo: str, revision: str | None = None, *, endpoint: str | None = None) -> str:
@@ -93,7 +63,7 @@ def resolve(repo: str, revision: str | None = None, *, endpoint: str | None = No
     """
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
-    with _hub_errors(repo, revision):
+    with hub_errors(repo, revision):
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     assert info.sha is not None, "the hub names the commit of every revision"
     return info.sha
@@ -105,7 +75,7 @@ def list_files(repo: str, commit: str, *, endpoint: str | None = None) -> tuple[
     Raises `InputError` for names that would leave the directory and for a repository without safetensors files, and
     what `resolve` raises.
     """
-    with _hub_errors(repo, commit):
+    with hub_errors(repo, commit):
         tree = HfApi(endpoint=endpoint).list_repo_tree(repo, recursive=True, revision=commit)
         listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     unsafe = [name for name in listed if _leaves_directory(name)]
@@ -127,7 +97,7 @@ def download(
     workers: int = 8,
     progress: Progress | None = None,
     endpoint: str | None = None,
-) -> SourceRecord:
+) -> DownloadRecord:
     """Bring ``directory`` to the checkpoint files of ``repo`` at ``commit``, check every byte, write the record last.
 
     Files that are already there and right are kept, damaged or outdated ones are fetched anew, and those of an
@@ -140,38 +110,24 @@ def download(
     little space on the disk is one before anything is fetched.
     """
     assert _COMMIT.fullmatch(commit), f"{commit!r} is not a commit: resolve it first"
-    earlier = _load_record(directory)
+    earlier = load_record(directory)
     if earlier is not None and earlier.repo != repo:
         raise InputError(f"{directory}: holds {earlier.repo}, not {repo}; choose another directory")
-    known = {file.name: file for file in _unchanged_files(directory, earlier)}
+    known = {file.name: file for file in unchanged_files(directory, earlier)}
     if earlier is not None and earlier.commit == commit and len(known) == len(earlier.files):
         return earlier
 
     files = list_files(repo, commit, endpoint=endpoint)
-    with _hub_errors(repo, commit):
+    with hub_errors(repo, commit):
         _check_space(directory, files)
     run = _Download(repo, commit, directory, endpoint, known, None if progress is None else _one_at_a_time(progress))
     entries = _in_threads(run.obtain, files, workers)
-    with _hub_errors(repo, commit):
+    with hub_errors(repo, commit):
         for name in known.keys() - {file.path for file in files}:
             (directory / name).unlink()
-        record = SourceRecord(repo, commit, tuple(sorted(entries, key=lambda entry: entry.name)))
-        _write_record(directory, record)
+        record = DownloadRecord(repo, commit, tuple(sorted(entries, key=lambda entry: entry.name)))
+        write_record(directory, record)
     return record
-
-
-def read_record(directory: Path) -> SourceRecord | None:
-    """What the download's record still vouches for, or ``None`` if there is no (readable) record.
-
-    An entry counts while the file's size and modification time are those it was hashed with; the others are left
-    out. ``repo`` and ``commit`` are given only while every entry counts, because after that the directory is no
-    longer that commit. Files that the record does not name (added by hand) are not its concern.
-    """
-    record = _load_record(directory)
-    if record is None:
-        return None
-    unchanged = tuple(_unchanged_files(directory, record))
-    return record if unchanged == record.files else SourceRecord(None, None, unchanged)
 
 
 @dataclass(frozen=True)
@@ -182,12 +138,12 @@ class _Download:
     commit: str
     directory: Path
     endpoint: str | None
-    known: dict[str, SourceFile]
+    known: dict[str, DownloadedFile]
     report: Progress | None
 
-    def obtain(self, file: RepoFile) -> SourceFile:
+    def obtain(self, file: RepoFile) -> DownloadedFile:
         """The checked entry of one file: from the record, from the bytes that are there, or downloaded."""
-        with _hub_errors(self.repo, self.commit, file.path):
+        with hub_errors(self.repo, self.commit, file.path):
             entry = self._present(file)
             if entry is not None:
                 if self.report is not None:
@@ -195,7 +151,7 @@ class _Download:
                 return entry
             return self._fetch(file)
 
-    def _present(self, file: RepoFile) -> SourceFile | None:
+    def _present(self, file: RepoFile) -> DownloadedFile | None:
         entry, path = self.known.get(file.path), self.directory / file.path
         if entry is not None and file.lfs is not None and entry.sha256 == file.lfs.sha256:
             return entry
@@ -204,7 +160,7 @@ class _Download:
         entry, identity = _hash_file(path, file)
         return entry if identity == _identity(file) else None
 
-    def _fetch(self, file: RepoFile) -> SourceFile:
+    def _fetch(self, file: RepoFile) -> DownloadedFile:
         path = self.directory / file.path
         path.unlink(missing_ok=True)  # huggingface_hub would keep it where its own note names this commit
         hf_hub_download(
@@ -235,10 +191,10 @@ def _check_space(directory: Path, files: Iterable[RepoFile]) -> None:
 
 
 def _in_threads(
-    obtain: Callable[[RepoFile], SourceFile], files: Iterable[RepoFile], workers: int
-) -> list[SourceFile]:
+    obtain: Callable[[RepoFile], DownloadedFile], files: Iterable[RepoFile], workers: int
+) -> list[DownloadedFile]:
     """All entries. Damaged files are collected; any other failure keeps further files from being started."""
-    entries: list[SourceFile] = []
+    entries: list[DownloadedFile] = []
     damaged: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
         try:
@@ -274,7 +230,7 @@ def _identity(file: RepoFile) -> str:
     return f"git blob id {file.blob_id}" if file.lfs is None else f"sha256 {file.lfs.sha256}"
 
 
-def _hash_file(path: Path, file: RepoFile) -> tuple[SourceFile, str]:
+def _hash_file(path: Path, file: RepoFile) -> tuple[DownloadedFile, str]:
     """The entry of the file as it is on disk, and its identity in the form of `_identity`; read once, and synced."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())  # the record must not outlive a power cut that the bytes do not
@@ -285,42 +241,9 @@ def _hash_file(path: Path, file: RepoFile) -> tuple[SourceFile, str]:
         while chunk := stream.read(1 << 20):
             for hasher in hashes:
                 hasher.update(chunk)
-    entry = SourceFile(file.path, status.st_size, sha256.hexdigest(), status.st_mtime_ns)
+    entry = DownloadedFile(file.path, status.st_size, sha256.hexdigest(), status.st_mtime_ns)
     identity = f"git blob id {blob.hexdigest()}" if file.lfs is None else f"sha256 {entry.sha256}"
     return entry, identity
-
-
-# The record
-
-
-def _load_record(directory: Path) -> SourceRecord | None:
-    try:
-        data = json.loads((directory / RECORD_NAME).read_text(encoding="utf-8"))
-        files = tuple(SourceFile(**file) for file in data["files"])
-        return SourceRecord(data["repo"], data["commit"], files)
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None  # what cannot be read vouches for nothing: the files are hashed again
-
-
-def _unchanged_files(directory: Path, record: SourceRecord | None) -> Iterator[SourceFile]:
-    for file in record.files if record is not None else ():
-        path = directory / file.name
-        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (file.size, file.mtime_ns):
-            yield file
-
-
-def _write_record(directory: Path, record: SourceRecord) -> None:
-    temporary = directory / f"{RECORD_NAME}.tmp"
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(record), indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(directory / RECORD_NAME)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Progress
@@ -354,58 +277,3 @@ def _silent_bar(report: Progress) -> type[tqdm]:
             pass
 
     return SilentBar
-
-
-# Errors
-
-_NO_HUB = "the answer is not one of a hub; check HF_ENDPOINT and the proxy"
-_REFUSALS: tuple[tuple[type[Exception], str], ...] = (
-    (GatedRepoError, "access is gated; accept its terms on the repository's page and log in with `hf auth login`"),
-    (RepositoryNotFoundError, "no such model repository, or private; check the name or log in with `hf auth login`"),
-    (RevisionNotFoundError, "no such revision; check the branch, tag or commit"),
-    (HFValidationError, "not the name of a repository; write OWNER/NAME"),
-    (OfflineModeIsEnabled, "HF_HUB_OFFLINE forbids the network; unset it, or give a local directory"),
-    (FileMetadataError, _NO_HUB),
-    (json.JSONDecodeError, _NO_HUB),
-)
-
-
-@contextmanager
-def _hub_errors(repo: str, revision: str | None, name: str | None = None) -> Iterator[None]:
-    where = f"{repo}@{revision or constants.DEFAULT_REVISION}" + (f": {name}" if name else "")
-    try:
-        yield
-    except (HTTPError, HFValidationError, json.JSONDecodeError, OSError) as error:
-        # Not chained: the transport's messages can quote the request, token included.
-        raise _translated(error, where) from None
-    except RunError:
-        raise
-    except RuntimeError as error:  # all that hf_xet says of its network, its server and the disk
-        raise TransientError(f"{where}: Xet storage failed; running again resumes the download") from error
-
-
-def _translated(error: BaseException, where: str) -> InputError | RunError:
-    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        return _translated(error.__cause__, where)  # huggingface_hub's wrapper of a request that failed
-    for kind, problem in _REFUSALS:
-        if isinstance(error, kind):
-            return InputError(f"{where}: {problem}")
-    if isinstance(error, HfHubHTTPError):
-        return _refused_status(error.response.status_code, where)
-    if (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and not isinstance(error, ConnectionError | TimeoutError)
-    ):
-        return RunError(f"{error.filename or where}: {os.strerror(error.errno)}; running again resumes the download")
-    return TransientError(
-        f"{where}: the connection failed ({type(error).__name__}); running again resumes the download"
-    )
-
-
-def _refused_status(status: int, where: str) -> InputError | RunError:
-    if status in (401, 403):
-        return InputError(f"{where}: the hub refuses access (HTTP {status}); log in with `hf auth login`")
-    if status in (408, 429) or status >= 500:
-        return TransientError(f"{where}: the hub answers HTTP {status}; running again later resumes the download")
-    return RunError(f"{where}: the hub answers HTTP {status}")

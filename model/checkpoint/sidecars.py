@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.digest import sha256_of
+from model.checkpoint.download_record import read_record
 from model.checkpoint.manifest import FileRecord, SourceRecord
 from model.checkpoint.progress import Progress
-from model.checkpoint.source import INDEX, Source, escaping_link, shortened
+from model.checkpoint.source import INDEX, Source, escaping_link, read_json, shortened
 from model.checkpoint.storage import json_bytes, storage_errors, write_atomically
 from model.errors import InputError
 
@@ -68,8 +69,6 @@ def written_config(source: Source, weights: str, mtp_layers: int) -> bytes:
 
 def source_record(source: Source, progress: Progress) -> SourceRecord:
     """Every file of the source with its digest: from the download's record, or hashed once in a counted pass."""
-    from model.checkpoint.hub import read_record
-
     known = read_record(source.directory)
     digests = {file.name: file.sha256 for file in known.files} if known else {}
     origin = _dequantized_from(source.directory)
@@ -90,8 +89,6 @@ def source_record(source: Source, progress: Progress) -> SourceRecord:
 
 
 def _dequantized_from(directory: Path) -> tuple[str | None, str | None]:
-    from model.checkpoint.source import read_json
-
     path = directory / "dequantized.json"
     source = read_json(path).get("source", {}) if path.exists() else {}
     return source.get("repo"), source.get("commit")

@@ -13,18 +13,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
-from model.checkpoint.hub import (
-    RECORD_NAME,
-    DamagedFileError,
-    SourceFile,
-    SourceRecord,
-    TransientError,
-    _silent_bar,
-    download,
-    list_files,
-    read_record,
-    resolve,
-)
+from model.checkpoint.download_record import RECORD_NAME, DownloadedFile, DownloadRecord, read_record
+from model.checkpoint.hub import DamagedFileError, _silent_bar, download, list_files, resolve
+from model.checkpoint.hub_errors import TransientError
 from model.errors import InputError, RunError
 from tests.hub_server import INFO, TREE, HubServer, quick_client, read_directory
 
@@ -304,7 +295,7 @@ def test_changed_file_no_longer_counts_and_is_brought_back(hub, tmp_path):
     record = download("org/small", commit, tmp_path, endpoint=hub.endpoint)
     (tmp_path / "config.json").write_bytes(b"{}")
     weights = record.files[1]
-    assert read_record(tmp_path) == SourceRecord(None, None, (weights,))
+    assert read_record(tmp_path) == DownloadRecord(None, None, (weights,))
     hub.clear()
     assert download("org/small", commit, tmp_path, endpoint=hub.endpoint).files[1] == weights
     assert hub.fetched() == {"config.json"}
@@ -318,7 +309,7 @@ def test_same_size_and_new_time_no_longer_counts(hub, tmp_path):
     assert [file.name for file in read_record(tmp_path).files] == ["config.json"]
     hub.clear()
     again = download("org/small", commit, tmp_path, endpoint=hub.endpoint).files[1]
-    assert again == SourceFile(weights.name, weights.size, weights.sha256, weights.mtime_ns + 1)
+    assert again == DownloadedFile(weights.name, weights.size, weights.sha256, weights.mtime_ns + 1)
     assert hub.fetched() == set()  # hashed, found right, kept
 
 

@@ -34,7 +34,7 @@ def chat(model: LanguageModel, tokenizer: Tokenizer | None, *, max_new_tokens: i
             reply(*turn)
         return
     with suppress(ImportError):
-        import readline  # noqa: F401, PLC0415  (gives ``input`` line editing and a history where it is there)
+        import readline  # noqa: F401  (gives ``input`` line editing and a history where it is there)
     history: Messages = []
     while (line := _read_line()) is not None:
         if line == "/clear":

@@ -30,7 +30,7 @@ class Tokenizer:
     @classmethod
     def open(cls, checkpoint: Path, *, trust_remote_code: bool = False) -> "Tokenizer":
         """The tokenizer in ``checkpoint``. Raises ``InputError`` where it cannot be loaded or has no template."""
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer
 
         try:
             tokens = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)

@@ -1,0 +1,1 @@
+"""Speed of the parts of shardflow: each module prints a table and can write JSON."""

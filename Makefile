@@ -13,7 +13,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m flows.demo
+	rm -rf build/demo build/demo.*
+	$(BIN)/shardflow run tests/assets/tiny-v3 build/demo --mp 2 --weights bf16 \
+		--prompt "When shall we three meet again? In thunder, lightning, or in rain?"
 
 test: $(STAMP)
 	$(BIN)/pytest -m "not long and not gpu"

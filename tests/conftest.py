@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.prefect_server"]
+
 TINY = Path(__file__).parent / "assets" / "tiny-v3"
 
 

@@ -38,6 +38,13 @@ def quick_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
+def make_it_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """What HF_ENDPOINT does when the client is imported."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
 @dataclass
 class Call:
     """One request: what for (a file's name, `INFO` or `TREE`), its Range and Authorization, bytes of body sent."""

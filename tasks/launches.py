@@ -1,0 +1,48 @@
+"""Stages that load the shards: each starts the ranks of a command of ``model`` and reads what they print."""
+
+import json
+from pathlib import Path
+
+from prefect import task
+from prefect.logging import get_run_logger
+
+from model.errors import InputError, RunError
+from model.launch import start_ranks
+from tasks import reports
+from tasks.results import RankResult, WarmUpResult
+
+
+@task(persist_result=False)
+def warm_up(checkpoint: Path, mp: int, timeout_s: float) -> WarmUpResult:
+    """Load the shards on every rank and generate two tokens; ended after ``timeout_s`` seconds whatever happens."""
+    report = json.loads(_output_of("model.warmup", [str(checkpoint)], mp, timeout_s))
+    result = WarmUpResult(ranks=tuple(RankResult(**rank) for rank in report["ranks"]))
+    reports.report_warm_up(result)
+    return result
+
+
+@task(persist_result=False)
+def reply(checkpoint: Path, mp: int, prompt: str, max_new_tokens: int, timeout_s: float) -> str:
+    """The greedy reply to one prompt."""
+    arguments = [str(checkpoint), "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
+    text = _output_of("model.generate", arguments, mp, timeout_s).rstrip("\n")
+    reports.report_reply(prompt, text)
+    return text
+
+
+def _output_of(module: str, arguments: list[str], mp: int, timeout_s: float) -> str:
+    """Standard output of the ranks; what they say on standard error goes to the run's log.
+
+    Raises ``InputError`` or ``RunError`` with the ranks' own ``error:`` lines where they end with status 2 or 1.
+    """
+    finished = start_ranks(module, arguments, mp, timeout=timeout_s, capture=True)
+    said = [line for line in (finished.stderr or "").splitlines() if line.strip()]
+    for line in said:
+        get_run_logger().info("%s: %s", module, line)
+    if finished.returncode != 0:
+        problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+        kind = InputError if finished.returncode == InputError.exit_status else RunError
+        raise kind(
+            problems or [f"{module} ended with status {finished.returncode}: {said[-1] if said else 'no word'}"]
+        )
+    return finished.stdout or ""

@@ -68,20 +68,17 @@ class StageProgress:
             share = 100 * self._done / max(self._total, 1)
             rate = self._done / (now - self._began)
             left = (self._total - self._done) / rate if rate else 0.0
-            self._log.info(
-                "%s: %.0f %% of %s, %s/s, %.0f s left",
-                self._label,
-                share,
-                decimal(self._total),
-                decimal(int(rate)),
-                left,
-            )
+            if not self._bars:  # a line written into a moving bar spoils both
+                facts = (self._label, share, decimal(self._total), decimal(int(rate)), left)
+                self._log.info("%s: %.0f %% of %s, %s/s, %.0f s left", *facts)
             if self._artifact:
                 update_progress_artifact(self._artifact, min(share, 100.0))
 
     def _end_phase(self) -> None:
         if self._artifact is None:
             return
+        if self._bars:
+            self._bars.pause()
         seconds = time.monotonic() - self._began
         update_progress_artifact(self._artifact, 100.0)
         self._log.info("%s: %s in %.1f s", self._label, decimal(self._done), seconds)

@@ -46,7 +46,14 @@ class TerminalProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.pause()
+
+    def pause(self) -> None:
+        """Leave the last bar as it is, and the terminal to whoever writes next."""
         self._bars.stop()
+        if self._current is not None:
+            self._bars.remove_task(self._current)
+            self._current = None
 
     def phase(self, label: str, total: int) -> None:
         """A new bar."""

@@ -1,0 +1,50 @@
+import pytest
+from prefect import flow
+
+from model.checkpoint.convert import convert
+from model.errors import InputError, RunError
+from tasks.launches import reply, warm_up
+from tests.checkpoints import copy_checkpoint
+
+
+@flow
+def warmed(checkpoint, mp, timeout_s):
+    return warm_up(checkpoint, mp, timeout_s)
+
+
+@flow
+def answered(checkpoint, mp, prompt):
+    return reply(checkpoint, mp, prompt, 4, 120)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("launches") / "out"
+    convert(tiny, out, mp=2, weights="bf16")
+    return out
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_ranks_own_errors_reach_the_flow(checkpoint, tmp_path):
+    broken = copy_checkpoint(checkpoint, tmp_path / "broken")
+    (broken / "model1-mp2.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"model1-mp2.safetensors: 0 bytes are too few for a safetensors file"):
+        warmed(broken, 2, 120)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_wrong_number_of_ranks_is_refused(checkpoint):
+    with pytest.raises(InputError, match=r"holds shards for 2 ranks \(mp = 2\), but 4 ranks were started"):
+        warmed(checkpoint, 4, 120)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_time_limit_is_hard(checkpoint):
+    with pytest.raises(RunError, match=r"the 2 ranks were not done after 0.2 s"):
+        warmed(checkpoint, 2, 0.2)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_prompt_that_does_not_fit_is_named(checkpoint):
+    with pytest.raises(InputError, match=r"prompt 1: its \d+ tokens leave no room in the model's context of 512"):
+        answered(checkpoint, 2, "again and " * 600)

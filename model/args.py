@@ -203,7 +203,8 @@ def contradictions(args: ModelArgs) -> list[str]:
             (getattr(args, name) > 0, f"{name} = {getattr(args, name)} is not positive")
             for name in (
                 "vocab_size", "dim", "inter_dim", "moe_inter_dim", "n_layers", "n_heads", "n_routed_experts",
-                "n_shared_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_seq_len",
+                "n_shared_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                "max_seq_len",
             )
         ),
     )  # fmt: skip

@@ -10,8 +10,11 @@ from kernels.device import has_fp8_product
 from kernels.weight_dequant import weight_dequant
 from model.args import ModelArgs
 from model.attention import AttentionForm
-from model.checkpoint.headers import DTYPES, TensorInfo, read_header
+from model.checkpoint.dtypes import TORCH_DTYPES, decode_scale
+from model.checkpoint.headers import TensorInfo, read_header
 from model.checkpoint.manifest import Manifest, shard_name
+from model.checkpoint.names import TARGET_SCALE_SUFFIX, target_scale
+from model.checkpoint.source import SCALE_DTYPES, WEIGHT_DTYPES
 from model.errors import InputError
 from model.layers import FP8, Execution
 from model.topology import Topology
@@ -72,19 +75,16 @@ def fill(model: torch.nn.Module, shard: Path, block_size: tuple[int, int]) -> No
     with safe_open(shard, framework="pt") as file, torch.no_grad():
         for name, parameter in parameters.items():
             tensor = file.get_tensor(name).to(parameter.device)
+            if _is_scale(name):
+                tensor = decode_scale(tensor)
             if _to_dequantise(parameter, tensors[name]):
-                scale = file.get_tensor(scale_name(name)).to(parameter.device)
+                scale = decode_scale(file.get_tensor(target_scale(name))).to(parameter.device)
                 tensor = weight_dequant(tensor, scale, block_size=block_size)
             parameter.copy_(tensor)
 
 
-def scale_name(weight: str) -> str:
-    """The artifact name of an FP8 weight's block scales: ``<module>.scale`` for ``<module>.weight``."""
-    return f"{weight.removesuffix('.weight')}.scale"
-
-
 def _to_dequantise(parameter: torch.Tensor, tensor: TensorInfo) -> bool:
-    return DTYPES[tensor.dtype] == FP8 and parameter.dtype != FP8
+    return TORCH_DTYPES[tensor.dtype] == FP8 and parameter.dtype != FP8
 
 
 def _mismatches(
@@ -95,7 +95,7 @@ def _mismatches(
     for name, parameter in parameters.items():
         if name in tensors and _to_dequantise(parameter, tensors[name]):
             rows, columns = parameter.shape
-            expected[scale_name(name)] = (-(-rows // block_size[0]), -(-columns // block_size[1]))
+            expected[target_scale(name)] = (-(-rows // block_size[0]), -(-columns // block_size[1]))
     for name, shape in expected.items():
         if name not in tensors:
             yield f"tensor {name!r} {list(shape)} is missing; convert again for this config"
@@ -104,7 +104,7 @@ def _mismatches(
                 f"tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}; "
                 "convert again for this config"
             )
-        elif not _fits(parameters.get(name), DTYPES[tensors[name].dtype]):
+        elif not _fits(name, parameters.get(name), tensors[name].dtype):
             wanted = "F8_E4M3" if name in parameters and parameters[name].dtype == FP8 else "a float or F8_E4M3"
             yield f"tensor {name!r} has dtype {tensors[name].dtype}, expected {wanted}; convert again"
     for name in tensors:
@@ -112,10 +112,14 @@ def _mismatches(
             yield f"tensor {name!r} is not part of this model; convert again for this config"
 
 
-def _fits(parameter: torch.nn.Parameter | None, dtype: torch.dtype) -> bool:
-    """Whether a tensor of ``dtype`` may fill ``parameter`` (None: it is a scale used for dequantising)."""
-    if parameter is None:
-        return dtype == torch.float32
-    if parameter.dtype == FP8:
-        return dtype == FP8
-    return dtype in (torch.float32, torch.bfloat16, torch.float16, FP8)
+def _is_scale(name: str) -> bool:
+    return name.endswith(f".{TARGET_SCALE_SUFFIX}")
+
+
+def _fits(name: str, parameter: torch.nn.Parameter | None, dtype: str) -> bool:
+    """Whether a tensor stored as ``dtype`` may fill ``parameter`` (None: it is a scale used for dequantising)."""
+    if _is_scale(name):
+        return dtype in SCALE_DTYPES
+    if parameter is not None and parameter.dtype == FP8:
+        return TORCH_DTYPES[dtype] == FP8
+    return dtype in WEIGHT_DTYPES

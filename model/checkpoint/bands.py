@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kernels.weight_dequant import weight_dequant
-from model.checkpoint.headers import DTYPES
+from model.checkpoint.dtypes import TORCH_DTYPES, decode_scale
 from model.checkpoint.plan import FilePlan, Target
 from model.checkpoint.reader import TensorReader
 from model.checkpoint.writer import ShardWriter
@@ -31,7 +31,7 @@ def write_bands(
     """
     for target in plan.targets:
         factor = DEQUANTIZE_FACTOR if target.scale else 2
-        scale = reader.read(target.scale).float() if target.scale else None
+        scale = decode_scale(reader.read(target.scale)) if target.scale else None
         for rows in row_bands(target, min(BAND_BYTES, memory // factor)):
             band = _band(target, rows, reader, scale, block)
             writer.append(band)
@@ -59,5 +59,5 @@ def _band(
     skipped = first % block[1]
     codes = reader.read(target.source, rows, (first - skipped, last))
     scales = scale[:, (first - skipped) // block[1] : -(-last // block[1])]
-    values = weight_dequant(codes, scales, block, DTYPES[target.dtype], first_row=rows[0])
+    values = weight_dequant(codes, scales, block, TORCH_DTYPES[target.dtype], first_row=rows[0])
     return values[:, skipped:]

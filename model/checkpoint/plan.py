@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from model.args import ModelArgs
-from model.checkpoint.headers import DTYPES, LENGTH_BYTES, TensorInfo
+from model.checkpoint.headers import ITEMSIZE, LENGTH_BYTES, TensorInfo
 from model.checkpoint.names import Binding, source_scale, target_scale
 from model.checkpoint.source import FP8, Source, shortened
 from model.errors import InputError
@@ -33,7 +33,7 @@ class Target:
     @property
     def size(self) -> int:
         """Bytes of the tensor's data."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _laid_out(targets: list[Target], source: Source) -> tuple[Target, ...]:
     order = {header.path: number for number, header in enumerate(source.headers)}
 
     def position(target: Target) -> tuple[int, int, int]:
-        return -DTYPES[target.dtype].itemsize, order[target.source.file], target.source.start
+        return -ITEMSIZE[target.dtype], order[target.source.file], target.source.start
 
     return tuple(sorted(targets, key=position))
 

@@ -8,7 +8,8 @@ from types import TracebackType
 
 import torch
 
-from model.checkpoint.headers import DTYPES, FileHeader, TensorInfo
+from model.checkpoint.dtypes import TORCH_DTYPES
+from model.checkpoint.headers import FileHeader, TensorInfo
 from model.errors import RunError
 
 MAX_OPEN_FILES = 2
@@ -57,7 +58,7 @@ class TensorReader:
                 offset = begin + first_column * tensor.itemsize
                 for row in range(last_row - first_row):
                     self._fill(tensor, view[row * width : (row + 1) * width], offset + row * stride)
-        return buffer.view(DTYPES[tensor.dtype]).view(last_row - first_row, last_column - first_column)
+        return buffer.view(TORCH_DTYPES[tensor.dtype]).view(last_row - first_row, last_column - first_column)
 
     def _fill(self, tensor: TensorInfo, view: memoryview, offset: int) -> None:
         descriptor = self._descriptor(tensor.file)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +28,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FP8 = "F8_E4M3"
 WEIGHT_DTYPES = (FP8, "BF16", "F16", "F32")
-SCALE_DTYPES = ("F32", "BF16", "F16")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+"""U8 is E8M0 by another name, and only where ``scale_fmt`` says ue8m0."""
 
 MOST_PROBLEMS = 20
 """A missing file of a 671B checkpoint misses thousands of tensors: as many lines help nobody."""
@@ -240,28 +242,32 @@ def _binding_problems(
     return problems
 
 
-def _scale_problems(args: ModelArgs, weight: TensorInfo, tensors: dict[str, TensorInfo], rest: set[str]) -> list[str]:
+def _scale_problems(
+    args: ModelArgs, weight: TensorInfo, tensors: dict[str, TensorInfo], rest: set[str]
+) -> Iterator[str]:
     name = source_scale(weight.name)
     scale = tensors.get(name)
     rest.discard(name)
-    if weight.dtype != FP8:
-        if scale is None:
-            return []
-        return [f"{scale.file}: scale {name!r} stands beside a weight of {weight.dtype}, which needs none"]
     if scale is None:
-        return [
-            f"{weight.file}: tensor {weight.name!r} is {FP8} but its scale {name!r} is missing; "
-            "fetch the file that holds it again"
-        ]
+        if weight.dtype == FP8:
+            yield (
+                f"{weight.file}: tensor {weight.name!r} is {FP8} but its scale {name!r} is missing; "
+                "fetch the file that holds it again"
+            )
+        return
+    where = f"{scale.file}: scale {name!r}"
     grid = scale_shape(weight.shape, args.block_size)
-    if scale.shape != grid:
-        return [
-            f"{scale.file}: scale {name!r} has shape {list(scale.shape)}, expected {list(grid)}: "
+    if weight.dtype != FP8:
+        yield f"{where} stands beside a weight of {weight.dtype}, which needs none"
+    elif scale.shape != grid:
+        yield (
+            f"{where} has shape {list(scale.shape)}, expected {list(grid)}: "
             f"one for each {args.block_size[0]}x{args.block_size[1]} block of {list(weight.shape)}, edges included"
-        ]
-    if scale.dtype not in SCALE_DTYPES:
-        return [f"{scale.file}: scale {name!r} is {scale.dtype}; readable are {', '.join(SCALE_DTYPES)}"]
-    return []
+        )
+    elif scale.dtype not in SCALE_DTYPES:
+        yield f"{where} is {scale.dtype}; readable are {', '.join(SCALE_DTYPES)}"
+    elif scale.dtype == "U8" and args.scale_fmt != "ue8m0":
+        yield f"{where} is U8, which only quantization_config.scale_fmt 'ue8m0' explains"
 
 
 def _leftovers(args: ModelArgs, tensors: dict[str, TensorInfo], rest: set[str], found_mtp: int) -> list[str]:

@@ -43,7 +43,12 @@ class Tokenizer:
 
     def encode(self, messages: Messages) -> list[int]:
         """Token ids of the conversation, up to where the reply begins."""
-        ids: list[int] = self.tokens.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids: list[int] = self.tokens.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},  # a prompt that is too long is refused by ``check_prompts``
+        )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

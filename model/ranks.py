@@ -101,8 +101,8 @@ def pick_device(device: str, ranks_here: int) -> torch.device:
         return torch.device("cpu")
     if count < ranks_here:
         raise InputError(
-            f"device {device!r}: {ranks_here} {_ranks(ranks_here)} on this host need a GPU each, and torch finds "
-            f"{count}; use --device cpu, or torchrun on several hosts"
+            f"device {device!r} needs a GPU for each of this host's ranks ({ranks_here}), and torch finds {count}; "
+            "use --device cpu, or torchrun on several hosts"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 

@@ -72,11 +72,17 @@ def shards(sources, tmp_path_factory) -> Callable[[str, int], Path]:
 
 
 @pytest.fixture(scope="session")
-def oracle(sources, tmp_path_factory) -> dict[str, Expected]:
+def oracle_checkpoint(one_thread, tmp_path_factory) -> Path:
+    """tiny-v3 as transformers can load it, exactly dequantised by a formula of the tests' own."""
+    directory = tmp_path_factory.mktemp("dequantised") / "tiny-v3"
+    save_dequantised(TINY_V3, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def oracle(sources, oracle_checkpoint) -> dict[str, Expected]:
     """What transformers computes in float32 on each case's exactly dequantised weights."""
-    dequantised = tmp_path_factory.mktemp("dequantised") / "tiny-v3"
-    save_dequantised(TINY_V3, dequantised)
-    tiny = expected(dequantised)
+    tiny = expected(oracle_checkpoint)
     return {name: expected(sources[name]) for name in CASES} | {"tiny-v3": tiny, "tiny-v3-fp8": tiny}
 
 

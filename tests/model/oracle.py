@@ -4,6 +4,7 @@ The trained FP8 checkpoint is dequantised here by an independent formula, never 
 """
 
 import json
+import shutil
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -56,8 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "v3-no-q-lora": V3 | {"rope_parameters": YARN, "q_lora_rank": None},
     "v3-no-yarn": V3 | {"rope_parameters": PLAIN | {"rope_theta": 50000.0}},
     "v3-eps-1e-5": V3 | {"rope_parameters": YARN, "rms_norm_eps": 1e-5},
-    "v2-groups": V2
-    | {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "v2-groups": V2 | {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "v2-lite": V2
     | {
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
@@ -130,11 +130,14 @@ def save_dequantised(source: Path, directory: Path) -> None:
             continue
         if tensor.dtype == torch.float8_e4m3fn:
             scale = tensors[f"{name}_scale_inv"].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            tensor = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
-        written[name] = tensor
+            written[name] = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+        else:
+            written[name] = tensor
     directory.mkdir()
     save_file(written, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
 
 
 def expected(directory: Path) -> Expected:
@@ -155,3 +158,16 @@ def expected(directory: Path) -> Expected:
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             continuations.append(ids[len(prompt) :])
         return Expected(tokens.tolist(), model(tokens).logits, prompts, continuations)
+
+
+def greedy_reply(directory: Path, line: str, new_tokens: int, earlier: tuple[str, str] | None = None) -> str:
+    """The oracle's reply to ``line`` through the chat template, after an ``earlier`` line and its reply."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    turns = [*(earlier or ()), line]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    output = model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False)
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

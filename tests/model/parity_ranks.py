@@ -24,6 +24,9 @@ from model.transformer import Transformer
 from tests.model.oracle import NEW_TOKENS
 
 PREFILL = 17
+FEW = 8
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=5)
 
 
 def run(plan: list[dict[str, Any]], topology: Topology) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -39,10 +42,12 @@ def run(plan: list[dict[str, Any]], topology: Topology) -> tuple[dict[str, torch
             key = f"{case['name']}/{form}"
             logits[f"{key}/at-once"] = model(tokens, 0, model.new_cache(*tokens.shape), all_positions=True)
             logits[f"{key}/by-step"] = by_step(model, tokens)
-            complete = partial(greedy, model)
+            complete = partial(completed, model)
             completions[f"{key}/together"] = complete(case["prompts"])
-            if topology.size == 1:  # which computes the same on one prompt as several ranks do, only sooner
-                completions[f"{key}/alone"] = [complete([prompt])[0] for prompt in case["prompts"]]
+            if case["name"] == "tiny-v3":
+                completions[f"{key}/drawn"] = complete(case["prompts"], DRAWN, new_tokens=FEW)
+            if topology.size == 1:
+                completions[f"{key}/alone"] = [complete([prompt], new_tokens=FEW)[0] for prompt in case["prompts"]]
     return logits, completions
 
 
@@ -58,12 +63,11 @@ def by_step(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def greedy(model: Transformer, prompts: list[list[int]]) -> list[list[int]]:
-    sampling = Sampling()
+def completed(
+    model: Transformer, prompts: list[list[int]], sampling: Sampling = GREEDY, new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
     generator = sampling.generator(model.device)
-    completions = generate(
-        model, prompts, max_new_tokens=NEW_TOKENS, eos=(), sampling=sampling, generator=generator
-    )
+    completions = generate(model, prompts, max_new_tokens=new_tokens, eos=(), sampling=sampling, generator=generator)
     everywhere = model.topology.all_gather_object(completions)
     assert everywhere == [completions] * model.topology.size, "ranks diverge"
     return completions

@@ -9,6 +9,7 @@ from model.checkpoint.manifest import read_manifest
 from model.load import load_model
 from model.topology import Topology
 from tests.model.conftest import WEIGHTS
+from tests.model.parity_ranks import FEW
 
 TOLERANCE = 1e-5  # of the largest logit
 
@@ -42,7 +43,17 @@ def test_greedy_continuations_equal_transformers(case, mp, form, oracle, compute
 @each_case
 def test_each_prompt_alone_equals_the_batch(case, form, computed):
     completions = computed(1).completions
-    assert completions[f"{case}/{form}/alone"] == completions[f"{case}/{form}/together"]
+    together = [tokens[:FEW] for tokens in completions[f"{case}/{form}/together"]]
+    assert completions[f"{case}/{form}/alone"] == together
+
+
+@each_form
+@pytest.mark.parametrize("mp", [2, 4])
+def test_draws_are_the_same_on_any_number_of_ranks(mp, form, computed):
+    key = f"tiny-v3/{form}/drawn"
+    one_rank = computed(1).completions
+    assert computed(mp).completions[key] == one_rank[key]
+    assert one_rank[key] != [tokens[:FEW] for tokens in one_rank[f"tiny-v3/{form}/together"]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""``python -m model.generate`` and ``python -m model.warmup`` as a person runs them: output, errors, exit status."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model import generate, warmup
+from tests.checkpoints import edit_file
+from tests.model.oracle import greedy_reply
+
+LINE = "Who's there?"
+BREVITY = ["--max-new-tokens", "24"]
+
+
+def run(*arguments: object, module: str = "model.generate", launcher: tuple[str, ...] = (), **options):
+    """The command in a process of its own."""
+    command = [sys.executable, *launcher, "-m", module, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, **options)
+
+
+def errors_of(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+@pytest.fixture(scope="module")
+def reply(oracle_checkpoint) -> str:
+    """What transformers answers to ``LINE``, greedily."""
+    return greedy_reply(oracle_checkpoint, LINE, 24)
+
+
+def test_one_prompt_prints_the_reply_and_nothing_else(shards, reply, capsys):
+    assert generate.main([str(shards("tiny-v3", 1)), "--prompt", LINE, *BREVITY]) == 0
+    assert capsys.readouterr().out == f"{reply}\n"
+
+
+def test_own_ranks_print_the_same_reply_once(shards, reply):
+    done = run(shards("tiny-v3-fp8", 2), "--prompt", LINE, *BREVITY)
+    assert (done.returncode, done.stdout, errors_of(done.stderr)) == (0, f"{reply}\n", [])
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+
+
+def test_torchrun_prints_the_same_reply_once(shards, reply):
+    done = run(shards("tiny-v3", 2), "--prompt", LINE, *BREVITY, launcher=(*TORCHRUN, "2"))
+    assert (done.returncode, done.stdout) == (0, f"{reply}\n")
+
+
+def test_torchrun_with_the_wrong_number_of_ranks_is_answered_once(shards):
+    checkpoint = shards("tiny-v3", 2)
+    done = run(checkpoint, "--prompt", "x", launcher=(*TORCHRUN, "3"))
+    assert done.returncode == 1  # torchrun's own status for any failure
+    assert done.stdout == ""
+    assert errors_of(done.stderr) == [
+        f"error: {checkpoint}: holds shards for 2 ranks (mp = 2), but 3 ranks were started; start it with: "
+        f"torchrun --nproc-per-node 2 -m model.generate {checkpoint} --prompt x"
+    ]
+
+
+def test_several_prompts_are_printed_with_their_replies(shards, reply, capsys):
+    arguments = ["--prompt", LINE, "--prompt", "Farewell.", "--batch-size", "1", *BREVITY]
+    assert generate.main([str(shards("tiny-v3", 1)), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Prompt: {LINE}\nReply: {reply}\n\nPrompt: Farewell.\nReply: ")
+    assert out.count("Prompt: ") == 2
+
+
+@pytest.mark.parametrize("batch_size", ["1", "2", "8"])
+def test_a_file_is_answered_in_its_order_whatever_the_batches(shards, reply, capsys, tmp_path, batch_size):
+    file = tmp_path / "prompts.jsonl"
+    lines = ["Farewell.", LINE, "What says my lord of the matter that we spoke of?"]
+    file.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    command = [str(shards("tiny-v3", 1)), "--input-file", str(file), "--batch-size", batch_size, *BREVITY]
+    assert generate.main(command) == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["messages"][0]["content"] for entry in entries] == lines
+    assert entries[1]["reply"] == reply
+
+
+def test_draws_are_repeatable_by_seed(shards, capsys):
+    command = [str(shards("tiny-v3", 1)), "--prompt", LINE, "--temperature", "1.5", *BREVITY]
+
+    def drawn(seed: str) -> str:
+        assert generate.main([*command, "--seed", seed]) == 0
+        return capsys.readouterr().out
+
+    assert drawn("1") == drawn("1") != drawn("2")
+
+
+def test_conversation_on_several_ranks(shards, reply):
+    """A line, a cleared history, a prompt that is too long, the line again, the end of the input."""
+    lines = [LINE, "/clear", "blood " * 600, "", LINE]
+    done = run(shards("tiny-v3", 2), "--interactive", *BREVITY, input="\n".join(lines) + "\n")
+    assert (done.returncode, errors_of(done.stderr)) == (0, [])
+    assert "Traceback" not in done.stderr
+    replies = done.stdout.split(">>> ")
+    assert replies[0] == ""
+    assert replies[1] == f"{reply}\n"
+    assert replies[2] == ""
+    assert "leave no room in the model's context of 512" in replies[3]
+    assert replies[4:] == ["", f"{reply}\n", "\n"]
+
+
+def test_history_is_part_of_the_next_prompt(shards, capsys, monkeypatch, oracle_checkpoint):
+    lines = iter([LINE, "Stand, and unfold yourself.", "/exit", "never read"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert generate.main([str(shards("tiny-v3", 1)), "--interactive", *BREVITY]) == 0
+    first = greedy_reply(oracle_checkpoint, LINE, 24)
+    second = greedy_reply(oracle_checkpoint, "Stand, and unfold yourself.", 24, earlier=(LINE, first))
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    assert next(lines) == "never read"
+
+
+def test_ctrl_c_ends_a_conversation_without_a_word(shards):
+    command = [sys.executable, "-m", "model.generate", str(shards("tiny-v3", 2)), "--interactive"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    assert os.read(process.stdout.fileno(), 100) == b">>> "
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+    deadline = time.monotonic() + 20
+    while any_left(process.pid):
+        assert time.monotonic() < deadline, "a rank outlived Ctrl-C"
+        time.sleep(0.05)
+
+
+def any_left(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_bad_shard_of_one_rank_ends_all_with_status_2(shards, tmp_path):
+    checkpoint = tmp_path / "broken"
+    shutil.copytree(shards("tiny-v3", 2), checkpoint)
+    edit_file(checkpoint / "model1-mp2.safetensors", {"norm.weight": None}, index=False)
+    done = run(checkpoint, "--prompt", "x")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    shard = checkpoint / "model1-mp2.safetensors"
+    assert errors_of(done.stderr) == [
+        f"error: {shard}: tensor 'norm.weight' [256] is missing; convert again for this config"
+    ]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--prompt", "x", "--temperature", "-1"], "temperature -1.0 is below 0"),
+        (["--prompt", "x", "--fp8", "on"], "holds BF16 weights; the FP8 product takes FP8 in 128x128 blocks"),
+        (["--prompt", "x", "--device", "cuda"], "a GPU for each of this host's ranks (1), and torch finds 0"),
+        (["--prompt", "blood " * 600], "prompt 1: its 605 tokens leave no room"),
+        (["--input-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
+    ],
+)
+def test_what_is_refused_ends_with_status_2_and_one_line(shards, capsys, monkeypatch, options, problem):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert generate.main([str(shards("tiny-v3", 1)), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = errors_of(captured.err)
+    assert problem in line
+
+
+def test_a_directory_without_a_manifest_is_refused(tmp_path, capsys):
+    assert generate.main([str(tmp_path), "--prompt", "x"]) == 2
+    assert errors_of(capsys.readouterr().err)[0].startswith(f"error: {tmp_path}: holds no manifest.json")
+
+
+@pytest.mark.parametrize("options", [[], ["--prompt", "x", "--interactive"], ["--prompt", "x", "--batch-size", "0"]])
+def test_impossible_options_end_with_status_2(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["ckpt", *options])
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_warm_up_reports_every_rank(shards):
+    done = run(shards("tiny-v3-fp8", 2), "--fp8", "on", module="model.warmup")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["mp"] == 2
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    for rank in report["ranks"]:
+        assert rank["tokens"] == report["ranks"][0]["tokens"]
+        assert len(rank["tokens"]) == 2
+        assert (rank["device"], rank["dtype"], rank["fp8"], rank["finite"]) == ("cpu", "float32", True, True)
+        assert rank["load_s"] > 0
+        assert rank["warmup_s"] > 0
+
+
+def test_warm_up_does_what_the_model_says(shards, capsys, oracle_checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    assert warmup.main([str(shards("tiny-v3", 1))]) == 0
+    model = AutoModelForCausalLM.from_pretrained(oracle_checkpoint, dtype=torch.float32)
+    ids = model.generate(torch.arange(8)[None], max_new_tokens=2, do_sample=False, eos_token_id=None)
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["tokens"] == ids[0, 8:].tolist()
+
+
+def test_logits_that_are_not_finite_name_the_rank_and_the_weight(shards, tmp_path):
+    checkpoint = tmp_path / "damaged"
+    shutil.copytree(shards("tiny-v3", 2), checkpoint)
+    shard = checkpoint / "model1-mp2.safetensors"
+    weight = load_file(shard)["layers.1.attn.wo.weight"]
+    weight[3, 5] = torch.nan
+    edit_file(shard, {"layers.1.attn.wo.weight": weight}, index=False)
+    done = run(checkpoint, module="model.warmup")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert errors_of(done.stderr) == [
+        "error: rank 0: logits are not finite, though all weights in model0-mp2.safetensors are",
+        "error: rank 1: logits are not finite; model1-mp2.safetensors: 'layers.1.attn.wo.weight' is not",
+    ]

@@ -1,20 +1,22 @@
 """The work itself: an output file's tensors, read, dequantised where needed and written, one row band at a time."""
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 
 from kernels.weight_dequant import weight_dequant
 from model.checkpoint.dtypes import TORCH_DTYPES, decode_scale
-from model.checkpoint.plan import FilePlan, Target
+from model.checkpoint.layout import FilePlan, Piece, Target
 from model.checkpoint.reader import TensorReader
 from model.checkpoint.writer import ShardWriter
 
 BAND_BYTES = 8 << 20
 """Source bytes of one band: large enough for the storage, small enough to stay near the processor's caches."""
 
+COPY_FACTOR = 2
 DEQUANTIZE_FACTOR = 12
-"""Memory a dequantised band needs for each of its source bytes: codes, float32 values, products, BF16 result."""
+"""Memory that a band needs for each of its source bytes: read and joined; codes, values, products, BF16 result."""
 
 
 def write_bands(
@@ -30,34 +32,47 @@ def write_bands(
     ``advance`` is told of the output's bytes.
     """
     for target in plan.targets:
-        factor = DEQUANTIZE_FACTOR if target.scale else 2
-        scale = decode_scale(reader.read(target.scale)) if target.scale else None
-        for rows in row_bands(target, min(BAND_BYTES, memory // factor)):
-            band = _band(target, rows, reader, scale, block)
+        size = min(BAND_BYTES, memory // (DEQUANTIZE_FACTOR if target.scale else COPY_FACTOR))
+        for band in _TargetBands(target, reader, block).bands(size):
             writer.append(band)
             advance(band.nbytes)
 
 
-def row_bands(target: Target, size: int) -> Iterator[tuple[int, int]]:
-    """Source rows ``[first, last)`` in order, each band at most ``size`` source bytes, but one row at least."""
-    first, stop = (target.start, target.stop) if target.axis == 0 else (0, target.source.rows)
-    row_bytes = target.source.columns * target.source.itemsize
-    step = max(1, size // max(1, row_bytes))
-    while first < stop:
-        yield first, min(first + step, stop)
-        first += step
+class _TargetBands:
+    """The rows of one target in order, in the target's dtype."""
+
+    def __init__(self, target: Target, reader: TensorReader, block: tuple[int, int]) -> None:
+        self.target, self.reader, self.block = target, reader, block
+        self.scale = decode_scale(reader.read(target.scale)) if target.scale else None
+
+    def bands(self, size: int) -> Iterator[torch.Tensor]:
+        """Bands of at most ``size`` source bytes each, but one row at least."""
+        target = self.target
+        row_bytes = prod(target.shape[1:]) * target.pieces[0].tensor.itemsize
+        step = max(1, size // max(1, row_bytes))
+        if target.axis == 1:
+            for rows in _row_ranges(0, target.shape[0], step):
+                parts = [self._band(piece, rows, (piece.start, piece.stop)) for piece in target.pieces]
+                yield torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            return
+        for piece in target.pieces:
+            first, last = (piece.start, piece.stop) if target.axis == 0 else (0, piece.tensor.rows)
+            for rows in _row_ranges(first, last, step):
+                yield self._band(piece, rows, (0, piece.tensor.columns))
+
+    def _band(self, piece: Piece, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+        """A rectangle of one piece: copied, or float32(code) * scale rounded once to BF16."""
+        if self.scale is None:
+            return self.reader.read(piece.tensor, rows, columns)
+        # A column range is widened to where its block begins, so that the scales fit, and cut afterwards.
+        first, last = columns
+        skipped = first % self.block[1]
+        codes = self.reader.read(piece.tensor, rows, (first - skipped, last))
+        scales = self.scale[:, (first - skipped) // self.block[1] : -(-last // self.block[1])]
+        values = weight_dequant(codes, scales, self.block, TORCH_DTYPES[self.target.dtype], first_row=rows[0])
+        return values[:, skipped:]
 
 
-def _band(
-    target: Target, rows: tuple[int, int], reader: TensorReader, scale: torch.Tensor | None, block: tuple[int, int]
-) -> torch.Tensor:
-    """Rows of the target in its own dtype: copied, or float32(code) * scale rounded once to BF16."""
-    first, last = (target.start, target.stop) if target.axis == 1 else (0, target.source.columns)
-    if scale is None:
-        return reader.read(target.source, rows, (first, last))
-    # A column range is widened to where its block begins, so that the scales fit, and cut afterwards.
-    skipped = first % block[1]
-    codes = reader.read(target.source, rows, (first - skipped, last))
-    scales = scale[:, (first - skipped) // block[1] : -(-last // block[1])]
-    values = weight_dequant(codes, scales, block, TORCH_DTYPES[target.dtype], first_row=rows[0])
-    return values[:, skipped:]
+def _row_ranges(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, last, step):
+        yield start, min(start + step, last)

@@ -23,17 +23,25 @@ from typing import Any
 
 from model.checkpoint.bands import write_bands
 from model.checkpoint.digest import remember
+from model.checkpoint.headers import FileHeader
+from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import FileRecord
-from model.checkpoint.plan import FilePlan
 from model.checkpoint.progress import Progress
 from model.checkpoint.reader import TensorReader, check_unchanged
-from model.checkpoint.source import Source
 from model.checkpoint.storage import fsync_directory, json_bytes, storage_errors, write_atomically
 from model.checkpoint.writer import ShardWriter
 from model.errors import InputError, RunError
 
 DEFAULT_MAX_MEMORY = 2 << 30
 PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files that are read, and the (rows, columns) that one FP8 scale covers in them."""
+
+    headers: tuple[FileHeader, ...]
+    block: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,12 @@ def _lock(path: Path, out: Path) -> Iterator[None]:
 
 
 def build_files(
-    plans: tuple[FilePlan, ...], source: Source, partial: Path, resources: Resources, progress: Progress, label: str
+    plans: tuple[FilePlan, ...],
+    inputs: Inputs,
+    partial: Path,
+    resources: Resources,
+    progress: Progress,
+    label: str,
 ) -> tuple[FileRecord, ...]:
     """Write every planned file that ``partial`` does not hold yet; returns the records of all, in order.
 
@@ -121,7 +134,7 @@ def build_files(
     workers = min(resources.workers, len(remaining)) or 1
     memory = resources.max_memory // workers
     with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(_build_file, plan, source, partial, memory, advance): plan for plan in remaining}
+        futures = {pool.submit(_build_file, plan, inputs, partial, memory, advance): plan for plan in remaining}
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
             failures = [failure for future in futures if future.done() and (failure := future.exception())]
@@ -132,17 +145,17 @@ def build_files(
             pool.shutdown(cancel_futures=True)
             raise
     done |= {plan.name: future.result() for future, plan in futures.items()}
-    for header in source.headers:
+    for header in inputs.headers:
         check_unchanged(header)
     return tuple(record for plan in plans if (record := done[plan.name]))
 
 
 def _build_file(
-    plan: FilePlan, source: Source, partial: Path, memory: int, advance: Callable[[int], None]
+    plan: FilePlan, inputs: Inputs, partial: Path, memory: int, advance: Callable[[int], None]
 ) -> FileRecord:
     path = partial / "files" / plan.name
-    with TensorReader(source.headers) as reader, ShardWriter(path, plan) as writer:
-        write_bands(plan, reader, writer, source.args.block_size, memory, advance)
+    with TensorReader(inputs.headers) as reader, ShardWriter(path, plan) as writer:
+        write_bands(plan, reader, writer, inputs.block, memory, advance)
     record = FileRecord(plan.name, writer.size, writer.sha256, len(plan.targets))
     remember(path, record.sha256)
     with storage_errors(path):

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.build import Resources, build_files, check_vacant, work_directory
+from model.checkpoint.build import Inputs, Resources, build_files, check_vacant, work_directory
 from model.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -61,8 +61,9 @@ def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progr
     identity = _identity(plan, record)
     if (out / MANIFEST).exists():
         return _finished(out, identity)
+    inputs = Inputs(plan.source.headers, plan.args.block_size)
     with work_directory(out, identity) as partial:
-        files = build_files(plan.files, plan.source, partial, resources, progress, "write shards")
+        files = build_files(plan.files, inputs, partial, resources, progress, "write shards")
         return _finish(plan, record, partial / "files", files, sidecars)
 
 

@@ -4,9 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.build import Resources, build_files, check_vacant, work_directory
+from model.checkpoint.build import Inputs, Resources, build_files, check_vacant, work_directory
+from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import FileRecord, SourceRecord, tool_version
-from model.checkpoint.plan import DroppedRule, FilePlan, dropped_rules, plan_dequantized
+from model.checkpoint.plan import DroppedRule, dropped_rules, plan_dequantized
 from model.checkpoint.progress import Progress, Silent
 from model.checkpoint.sidecars import copy_sidecars, find_sidecars, source_record, write_sidecar, written_config
 from model.checkpoint.source import INDEX, open_source, read_json
@@ -44,8 +45,9 @@ def dequantize(
     if (out / RECORD).exists():
         return _finished(out, record)
     identity = {"stage": "dequantize", "tool": tool_version(), "source": dataclasses.asdict(record)}
+    inputs = Inputs(opened.headers, opened.args.block_size)
     with work_directory(out, identity) as partial:
-        weights = build_files(plans, opened, partial, resources or Resources(), progress, "dequantise")
+        weights = build_files(plans, inputs, partial, resources or Resources(), progress, "dequantise")
         directory = partial / "files"
         config = written_config(opened, "bf16", opened.args.n_mtp_layers)
         files = (

@@ -1,64 +1,15 @@
 """The plan: from headers alone, every output file's tensors, and the slice of the source that each is made of."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from math import prod
 
 from model.args import ModelArgs
-from model.checkpoint.headers import ITEMSIZE, LENGTH_BYTES, TensorInfo
-from model.checkpoint.names import Binding, source_scale, target_scale
-from model.checkpoint.source import FP8, Source, shortened
+from model.checkpoint.layout import FilePlan, Piece, Store, Stored, Target, laid_out, shard_files
+from model.checkpoint.names import Binding
+from model.checkpoint.source import Source, in_file_order
 from model.errors import InputError
 
 WEIGHTS = ("bf16", "fp8")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One tensor of an output file: ``source`` cut to ``[start, stop)`` along ``axis`` (None: all of it).
-
-    With ``scale`` the source is FP8 and is dequantised on the way to ``dtype``; without, its bytes are copied.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: TensorInfo
-    scale: TensorInfo | None = None
-    axis: int | None = None
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor's data."""
-        return prod(self.shape) * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """One output file: its name and its tensors in the order of their bytes."""
-
-    name: str
-    targets: tuple[Target, ...]
-
-    def header(self) -> bytes:
-        """The safetensors header, length prefix included, padded so that the data is aligned to 8 bytes."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for target in self.targets:
-            end = position + target.size
-            entries[target.name] = {"dtype": target.dtype, "shape": target.shape, "data_offsets": [position, end]}
-            position = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % LENGTH_BYTES)
-        return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-    @property
-    def data_size(self) -> int:
-        """Bytes of tensor data, the header not counted."""
-        return sum(target.size for target in self.targets)
 
 
 @dataclass(frozen=True)
@@ -101,16 +52,19 @@ def plan_shards(source: Source, *, mp: int, weights: str | None = None, mtp: str
         raise InputError(f"weights = {weights!r} is neither {' nor '.join(map(repr, WEIGHTS))}")
     if weights == "fp8" and source.weights != "fp8":
         raise InputError(f"{source.directory}: holds no FP8 weights, so it gives only bf16 shards")
-    legal = legal_mp(source, weights)
-    if mp not in legal:
-        raise InputError(
-            f"mp = {mp} is not legal for {weights} shards of this checkpoint; legal are {', '.join(map(str, legal))}"
-        )
+    keep_fp8 = weights == "fp8"
+    legal = legal_mp(
+        source.args, source.bindings, {b.source for b in source.bindings if keep_fp8 and source.is_fp8(b)}
+    )
+    check_legal(mp, legal, weights)
     if mtp == "keep" and not source.args.n_mtp_layers:
         raise InputError(f"{source.directory}: holds no MTP layers to keep; use --mtp drop")
-    main = (binding for binding in source.bindings if not binding.mtp)
-    extra = [binding for binding in source.bindings if binding.mtp]
-    files = _files("model", main, source, mp, weights) + (_files("mtp", extra, source, mp, weights) if extra else ())
+
+    def store(binding: Binding) -> tuple[Stored, Stored | None]:
+        scale = source.scale(binding.source)
+        return Stored((source.tensors[binding.source],)), Stored((scale,)) if scale else None
+
+    files = all_shard_files(source.bindings, source.args, mp, store, keep_fp8=keep_fp8)
     args = source.args.replace(
         dtype=weights,
         scale_fmt=source.args.scale_fmt if weights == "fp8" else None,
@@ -119,22 +73,40 @@ def plan_shards(source: Source, *, mp: int, weights: str | None = None, mtp: str
     return Plan(source, args, mp, weights, mtp, files, dropped_rules(source), legal)
 
 
-def legal_mp(source: Source, weights: str) -> tuple[int, ...]:
+def all_shard_files(
+    bindings: tuple[Binding, ...], args: ModelArgs, mp: int, store: Store, *, keep_fp8: bool
+) -> tuple[FilePlan, ...]:
+    """The main model's files, and those of the MTP layers where ``bindings`` hold any."""
+    main = [binding for binding in bindings if not binding.mtp]
+    extra = [binding for binding in bindings if binding.mtp]
+    files = shard_files("model", main, args, mp, store, keep_fp8=keep_fp8)
+    return files + (shard_files("mtp", extra, args, mp, store, keep_fp8=keep_fp8) if extra else ())
+
+
+def legal_mp(args: ModelArgs, bindings: Iterable[Binding], fp8: Collection[str]) -> tuple[int, ...]:
     """Every mp that divides the heads, the experts and all sharded dimensions.
 
-    A slice of a weight that stays FP8 must also end on a block boundary, or its scales could not be cut.
+    ``fp8`` names the source tensors that stay FP8: a slice of such a weight must also end on a block boundary, or
+    its scales could not be cut.
     """
-    args = source.args
     cuts = {(args.n_heads, 1), (args.n_routed_experts, 1), (args.vocab_size, 1)}
-    for binding in source.bindings:
+    for binding in bindings:
         if binding.axis is not None:
-            stays_fp8 = weights == "fp8" and source.tensors[binding.source].dtype == FP8
-            cuts.add((binding.shape[binding.axis], args.block_size[binding.axis] if stays_fp8 else 1))
+            block = args.block_size[binding.axis] if binding.source in fp8 else 1
+            cuts.add((binding.shape[binding.axis], block))
     return tuple(
         mp
         for mp in range(1, args.n_heads + 1)
         if mp == 1 or all(size % mp == 0 and (size // mp) % block == 0 for size, block in cuts)
     )
+
+
+def check_legal(mp: int, legal: tuple[int, ...], weights: str) -> None:
+    """Raise ``InputError`` naming the legal values where ``mp`` is none of them."""
+    if mp not in legal:
+        raise InputError(
+            f"mp = {mp} is not legal for {weights} shards of this checkpoint; legal are {', '.join(map(str, legal))}"
+        )
 
 
 def plan_dequantized(source: Source) -> tuple[FilePlan, ...]:
@@ -145,12 +117,13 @@ def plan_dequantized(source: Source) -> tuple[FilePlan, ...]:
     wanted = {binding.source for binding in source.bindings}
     for header in source.headers:
         targets = [
-            _target(tensor.name, tensor, source.scale(tensor.name), None, 0, 1)
-            for tensor in header.tensors.values()
-            if tensor.name in wanted
+            Target(name, "BF16" if scale else tensor.dtype, tensor.shape, (Piece(tensor),), scale=scale)
+            for name, tensor in in_file_order(header)
+            if name in wanted
+            for scale in (source.scale(name),)
         ]
         if targets:
-            files.append(FilePlan(header.path.name, _laid_out(targets, source)))
+            files.append(FilePlan(header.path.name, laid_out(targets)))
     return tuple(files)
 
 
@@ -161,74 +134,3 @@ def dropped_rules(source: Source) -> tuple[DroppedRule, ...]:
         for drop, tensors in source.dropped
         if tensors
     )
-
-
-def on_rank(bindings: Iterable[Binding], args: ModelArgs, mp: int, rank: int) -> Iterator[Binding]:
-    """What ``rank`` of ``mp`` holds a part of: everything but the experts of other ranks."""
-    experts_per_rank = args.n_routed_experts // mp
-    for binding in bindings:
-        if binding.expert is None or binding.expert // experts_per_rank == rank:
-            yield binding
-
-
-def cut(shape: tuple[int, ...], axis: int | None, mp: int) -> tuple[int, ...]:
-    """``shape`` with its dimension ``axis`` divided over ``mp`` ranks."""
-    return tuple(size // mp if dimension == axis else size for dimension, size in enumerate(shape))
-
-
-def _files(kind: str, bindings: Iterable[Binding], source: Source, mp: int, weights: str) -> tuple[FilePlan, ...]:
-    bindings = list(bindings)
-    files = []
-    for rank in range(mp):
-        targets: list[Target] = []
-        for binding in on_rank(bindings, source.args, mp, rank):
-            weight, scale = source.tensors[binding.source], source.scale(binding.source)
-            if weights == "bf16" or scale is None:
-                targets.append(_target(binding.target, weight, scale, binding.axis, rank, mp))
-            else:
-                targets.append(_target(binding.target, weight, None, binding.axis, rank, mp))
-                targets.append(_target(target_scale(binding.target), scale, None, binding.axis, rank, mp))
-        files.append(FilePlan(f"{kind}{rank}-mp{mp}.safetensors", _laid_out(targets, source)))
-    problems = _coverage_problems(bindings, source, files, weights)
-    assert not problems, "\n".join(shortened(problems))
-    return tuple(files)
-
-
-def _target(name: str, source: TensorInfo, scale: TensorInfo | None, axis: int | None, rank: int, mp: int) -> Target:
-    shape = cut(source.shape, axis, mp)
-    part = shape[axis] if axis is not None else 0
-    return Target(name, "BF16" if scale else source.dtype, shape, source, scale, axis, rank * part, (rank + 1) * part)
-
-
-def _laid_out(targets: list[Target], source: Source) -> tuple[Target, ...]:
-    """Wide dtypes first, so that every tensor is aligned; within one in source order, so that two files suffice."""
-    order = {header.path: number for number, header in enumerate(source.headers)}
-
-    def position(target: Target) -> tuple[int, int, int]:
-        return -ITEMSIZE[target.dtype], order[target.source.file], target.source.start
-
-    return tuple(sorted(targets, key=position))
-
-
-def _coverage_problems(bindings: list[Binding], source: Source, files: list[FilePlan], weights: str) -> list[str]:
-    """Both ways: every element of every bound tensor lands somewhere exactly once (replicas aside)."""
-    mp = len(files)
-    taken: dict[str, int] = {}
-    problems = []
-    for file in files:
-        names = [target.name for target in file.targets]
-        if len(set(names)) != len(names):
-            problems.append(f"{file.name}: a tensor is produced twice")
-        for target in file.targets:
-            taken[target.source.name] = taken.get(target.source.name, 0) + prod(target.shape)
-    for binding in bindings:
-        copies = mp if binding.axis is None and binding.expert is None else 1
-        names = [binding.source]
-        if weights == "fp8" and source.scale(binding.source):
-            names.append(source_scale(binding.source))
-        for name in names:
-            expected = copies * prod(source.tensors[name].shape)
-            if taken.pop(name, 0) != expected:
-                problems.append(f"tensor {name!r} is not covered once")
-    problems.extend(f"tensor {name!r} is taken without a rule" for name in taken)
-    return problems

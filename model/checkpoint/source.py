@@ -53,7 +53,11 @@ class Source:
     @property
     def weights(self) -> str:
         """``fp8`` where any weight is stored so, else ``bf16``."""
-        return "fp8" if any(self.tensors[binding.source].dtype == FP8 for binding in self.bindings) else "bf16"
+        return "fp8" if any(self.is_fp8(binding) for binding in self.bindings) else "bf16"
+
+    def is_fp8(self, binding: Binding) -> bool:
+        """Whether the weight of ``binding`` is stored as FP8."""
+        return self.tensors[binding.source].dtype == FP8
 
     def scale(self, weight: str) -> TensorInfo | None:
         """The block scales of an FP8 weight; None for a weight of another dtype."""

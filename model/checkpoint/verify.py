@@ -12,9 +12,9 @@ from safetensors import safe_open
 from model.args import ModelArgs
 from model.checkpoint.digest import CHUNK
 from model.checkpoint.headers import TensorInfo, read_header
+from model.checkpoint.layout import cut, on_rank
 from model.checkpoint.manifest import FileRecord, Manifest, read_manifest, shard_name
 from model.checkpoint.names import Binding, bindings, scale_shape, target_scale
-from model.checkpoint.plan import cut, on_rank
 from model.checkpoint.progress import Progress, Silent
 from model.checkpoint.source import FP8, Source, open_source, shortened
 from model.errors import InputError, RunError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint.plan import FilePlan
+from model.checkpoint.layout import FilePlan
 from model.checkpoint.storage import TEMPORARY_SUFFIX, fsync_directory, storage_errors
 
 

@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from model.checkpoint import digest
 from model.checkpoint.digest import remember, sha256_of
 from model.checkpoint.headers import TensorInfo
-from model.checkpoint.plan import FilePlan, Target
+from model.checkpoint.layout import FilePlan, Piece, Target
 from model.checkpoint.sidecars import find_sidecars
 from model.checkpoint.storage import storage_errors, write_atomically
 from model.checkpoint.writer import ShardWriter
 from model.errors import InputError, RunError
 
 SOURCE = TensorInfo("x", "F32", (3, 5), None, 0, 60)
-PLAN = FilePlan("x.safetensors", (Target("x", "F32", (3, 5), SOURCE),))
+PLAN = FilePlan("x.safetensors", (Target("x", "F32", (3, 5), (Piece(SOURCE),)),))
 
 
 def test_the_writer_gives_what_the_library_reads(tmp_path):

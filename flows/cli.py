@@ -1,4 +1,4 @@
-"""The ``shardflow`` command: plan, dequantize, convert, verify, adopt, generate, run.
+"""The ``shardflow`` command: plan, dequantize, convert, reshard, verify, adopt, generate, run.
 
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 failed while running,
 2 refused (input or arguments).
@@ -95,6 +95,23 @@ def convert(
     _say(f"{out}: {'was already finished' if finished else 'finished'}, mp {manifest.mp}, {manifest.weights} weights")
     for note in manifest.notes:
         _say(f"note: {note}")
+
+
+@app.command()
+def reshard(
+    checkpoint: Checkpoint,
+    out: Out,
+    mp: Mp,
+    max_memory: MaxMemory = "2GiB",  # type: ignore[assignment]
+    workers: Workers = None,
+) -> None:
+    """Write a checkpoint's tensors as another number of shards, without its source."""
+    from model.checkpoint.reshard import reshard as run
+    from tasks.terminal import TerminalProgress
+
+    with TerminalProgress() as progress:
+        manifest = run(checkpoint, out, mp=mp, resources=_resources(max_memory, workers), progress=progress)
+    _say(f"{out}: finished, mp {manifest.mp}, {manifest.weights} weights")
 
 
 @app.command()

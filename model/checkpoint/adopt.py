@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.args import ModelArgs
 from model.checkpoint.digest import sha256_of
-from model.checkpoint.headers import TensorInfo, read_header
+from model.checkpoint.headers import FileHeader, read_header
 from model.checkpoint.manifest import MANIFEST, FileRecord, Manifest, shard_name, tool_version, write_manifest
 from model.checkpoint.progress import Progress, Silent
 from model.checkpoint.sidecars import BESIDE_SHARDS, find_sidecars
@@ -29,7 +29,7 @@ def adopt(checkpoint: Path, config: Path, progress: Progress | None = None) -> M
     if (checkpoint / MANIFEST).exists():
         raise InputError(f"{checkpoint / MANIFEST}: exists already; there is nothing to adopt")
     mp = _world_size(checkpoint)
-    shards = [read_header(checkpoint / shard_name(rank, mp)).tensors for rank in range(mp)]
+    shards = [read_header(checkpoint / shard_name(rank, mp)) for rank in range(mp)]
     args = _arguments(config, shards[0])
     problems = []
     if args.n_heads % mp or args.n_routed_experts % mp or args.vocab_size % mp:
@@ -37,9 +37,8 @@ def adopt(checkpoint: Path, config: Path, progress: Progress | None = None) -> M
             f"{config}: n_heads = {args.n_heads}, n_routed_experts = {args.n_routed_experts} and "
             f"vocab_size = {args.vocab_size} do not all divide by the {mp} shards"
         ]
-    for rank, tensors in enumerate([] if problems else shards):
-        record = FileRecord(shard_name(rank, mp), 0, "", len(tensors))
-        problems += [f"{checkpoint}/{problem}" for problem in shard_problems(record, tensors, args, mp, rank)]
+    for rank, header in enumerate([] if problems else shards):
+        problems += shard_problems(header, args, mp, rank)
     if problems:
         raise InputError(shortened(problems))
     manifest = Manifest(
@@ -71,10 +70,10 @@ def _world_size(checkpoint: Path) -> int:
     return mp
 
 
-def _arguments(config: Path, tensors: dict[str, TensorInfo]) -> ModelArgs:
+def _arguments(config: Path, shard: FileHeader) -> ModelArgs:
     fields = read_json(config)
-    weights = "fp8" if any(tensor.dtype == FP8 for tensor in tensors.values()) else "bf16"
-    bias = any(name.endswith(".ffn.gate.bias") for name in tensors)
+    weights = "fp8" if any(tensor.dtype == FP8 for tensor in shard.tensors.values()) else "bf16"
+    bias = any(name.endswith(".ffn.gate.bias") for name in shard.tensors)
     try:
         args = from_hf(fields) if "model_type" in fields else ModelArgs.from_official(fields, gate_bias=bias)
     except InputError as error:
@@ -82,9 +81,9 @@ def _arguments(config: Path, tensors: dict[str, TensorInfo]) -> ModelArgs:
     return args.replace(dtype=weights, n_mtp_layers=0)
 
 
-def _records(checkpoint: Path, shards: list[dict[str, TensorInfo]], progress: Progress) -> tuple[FileRecord, ...]:
-    counts: dict[Path, int | None] = {checkpoint / shard_name(r, len(shards)): len(t) for r, t in enumerate(shards)}
-    counts |= dict.fromkeys(find_sidecars(checkpoint, (*BESIDE_SHARDS,)))
+def _records(checkpoint: Path, shards: list[FileHeader], progress: Progress) -> tuple[FileRecord, ...]:
+    counts: dict[Path, int | None] = {header.path: len(header.tensors) for header in shards}
+    counts |= dict.fromkeys(find_sidecars(checkpoint, (*BESIDE_SHARDS, "config.json")))
     progress.phase("hash shards", sum(path.stat().st_size for path in counts))
     return tuple(
         FileRecord(path.name, path.stat().st_size, sha256_of(path, progress.advance), count)

@@ -60,7 +60,7 @@ def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progr
     record = source_record(plan.source, progress)
     identity = _identity(plan, record)
     if (out / MANIFEST).exists():
-        return _finished(out, identity)
+        return finished_checkpoint(out, identity)
     inputs = Inputs(plan.source.headers, plan.args.block_size)
     with work_directory(out, identity) as partial:
         files = build_files(plan.files, inputs, partial, resources, progress, "write shards")
@@ -104,8 +104,11 @@ def _identity(plan: Plan, record: SourceRecord) -> dict[str, Any]:
     }
 
 
-def _finished(out: Path, identity: dict[str, Any]) -> Manifest:
-    """The manifest of a finished ``out``, if it was made of the same inputs and its files are there."""
+def finished_checkpoint(out: Path, identity: dict[str, Any]) -> Manifest:
+    """The manifest of a finished ``out``.
+
+    Raises ``InputError`` where it was made of other inputs than ``identity`` says, or lacks files.
+    """
     manifest = read_manifest(out)
     made_of, wanted = read_json(out / MANIFEST), json.loads(json_bytes(identity))
     differing = [name for name in wanted if name not in ("stage", "tool") and wanted[name] != made_of[name]]

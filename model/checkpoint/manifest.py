@@ -41,7 +41,10 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of ``manifest.json``. ``args`` are those of the shards; ``notes`` say what a reader must know."""
+    """The contents of ``manifest.json``. ``args`` are those of the shards; ``notes`` say what a reader must know.
+
+    ``parent`` is the sha256 of the manifest that the shards were resharded from, or None.
+    """
 
     source: SourceRecord | None
     args: ModelArgs
@@ -52,6 +55,7 @@ class Manifest:
     dropped: tuple[DroppedRule, ...]
     notes: tuple[str, ...] = ()
     tool: str = ""
+    parent: str | None = None
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         dropped=tuple(DroppedRule(**rule) for rule in fields["dropped"]),
         notes=tuple(fields["notes"]),
         tool=fields["tool"],
+        parent=fields["parent"],
     )
     missing = {shard_name(rank, manifest.mp) for rank in range(manifest.mp)} - {file.name for file in manifest.files}
     if missing:

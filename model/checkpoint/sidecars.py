@@ -23,16 +23,16 @@ BESIDE_SHARDS = (
 """What a shard directory takes along: generation config, tokenizer (its code too, copied and never run), template."""
 
 
-def find_sidecars(directory: Path, patterns: tuple[str, ...] = ("*",)) -> tuple[Path, ...]:
-    """Files in ``directory`` that stand beside the weights and match ``patterns``, by name.
+def find_sidecars(directory: Path, patterns: tuple[str, ...] | None = None) -> tuple[Path, ...]:
+    """Files in ``directory`` beside the weights that match ``patterns``, by name; without any, all but ``REWRITTEN``.
 
     Raises ``InputError`` for a link that leaves the directory.
     """
     found = [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and not path.name.startswith(".") and path.name not in REWRITTEN
-        if not _matches(path.name, OTHER_WEIGHTS) and _matches(path.name, patterns)
+        if path.is_file() and not path.name.startswith(".") and not _matches(path.name, OTHER_WEIGHTS)
+        if (path.name not in REWRITTEN if patterns is None else _matches(path.name, patterns))
     ]
     problems = [f"{directory}: {problem}" for path in found if (problem := escaping_link(path))]
     if problems:

@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from model.args import ModelArgs
 from model.checkpoint.digest import CHUNK
-from model.checkpoint.headers import TensorInfo, read_header
+from model.checkpoint.headers import FileHeader, TensorInfo, read_header
 from model.checkpoint.layout import cut, on_rank
-from model.checkpoint.manifest import FileRecord, Manifest, read_manifest, shard_name
+from model.checkpoint.manifest import Manifest, read_manifest, shard_name
 from model.checkpoint.names import Binding, bindings, scale_shape, target_scale
 from model.checkpoint.progress import Progress, Silent
 from model.checkpoint.source import FP8, Source, open_source, shortened
@@ -95,20 +95,20 @@ def _digest_problems(checkpoint: Path, manifest: Manifest, progress: Progress) -
 def _header_problems(checkpoint: Path, manifest: Manifest) -> tuple[int, list[str]]:
     """How many tensors the shards hold, and what is wrong with their names, shapes or dtypes."""
     count, problems = 0, []
-    for rank, record in enumerate(manifest.shards()):
-        tensors = read_header(checkpoint / record.name).tensors
-        count += len(tensors)
-        problems += shard_problems(record, tensors, manifest.args, manifest.mp, rank)
+    for kind in ("model", "mtp") if manifest.mtp == "keep" else ("model",):
+        for rank in range(manifest.mp):
+            header = read_header(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors")
+            count += len(header.tensors)
+            problems += shard_problems(header, manifest.args, manifest.mp, rank, mtp=kind == "mtp")
     return count, problems
 
 
-def shard_problems(
-    record: FileRecord, tensors: dict[str, TensorInfo], args: ModelArgs, mp: int, rank: int
-) -> list[str]:
+def shard_problems(header: FileHeader, args: ModelArgs, mp: int, rank: int, *, mtp: bool = False) -> list[str]:
     """What a rank's file lacks, has too many of, or holds in another shape than ``args`` call for."""
     problems = []
-    rest = set(tensors)
-    for binding in on_rank(bindings(args), args, mp, rank):
+    tensors, rest = header.tensors, set(header.tensors)
+    wanted = [binding for binding in bindings(args, args.n_mtp_layers) if binding.mtp == mtp]
+    for binding in on_rank(wanted, args, mp, rank):
         expected = {binding.target: cut(binding.shape, binding.axis, mp)}
         stored = tensors.get(binding.target)
         if binding.linear and stored and stored.dtype == FP8:
@@ -117,11 +117,11 @@ def shard_problems(
         for name, shape in expected.items():
             rest.discard(name)
             if name not in tensors:
-                problems.append(f"{record.name}: tensor {name!r} is missing")
+                problems.append(f"{header.path}: tensor {name!r} is missing")
             elif tensors[name].shape != shape:
                 actual = list(tensors[name].shape)
-                problems.append(f"{record.name}: tensor {name!r} has shape {actual}, expected {list(shape)}")
-    problems += [f"{record.name}: tensor {name!r} belongs to no rule of this model" for name in sorted(rest)]
+                problems.append(f"{header.path}: tensor {name!r} has shape {actual}, expected {list(shape)}")
+    problems += [f"{header.path}: tensor {name!r} belongs to no rule of this model" for name in sorted(rest)]
     return problems
 
 

@@ -17,7 +17,7 @@ from tests.checkpoints import edit_file
 from tests.model.oracle import greedy_reply
 
 LINE = "Who's there?"
-BREVITY = ["--max-new-tokens", "24"]
+BREVITY = ["--max-new-tokens", "24", "--device", "cpu"]
 
 
 def run(*arguments: object, module: str = "model.generate", launcher: tuple[str, ...] = (), **options):
@@ -120,7 +120,7 @@ def test_history_is_part_of_the_next_prompt(shards, capsys, monkeypatch, oracle_
 
 
 def test_ctrl_c_ends_a_conversation_without_a_word(shards):
-    command = [sys.executable, "-m", "model.generate", str(shards("tiny-v3", 2)), "--interactive"]
+    command = [sys.executable, "-m", "model.generate", str(shards("tiny-v3", 2)), "--interactive", *BREVITY]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, start_new_session=True)
     assert os.read(process.stdout.fileno(), 100) == b">>> "
@@ -146,7 +146,7 @@ def test_a_bad_shard_of_one_rank_ends_all_with_status_2(shards, tmp_path):
     checkpoint = tmp_path / "broken"
     shutil.copytree(shards("tiny-v3", 2), checkpoint)
     edit_file(checkpoint / "model1-mp2.safetensors", {"norm.weight": None}, index=False)
-    done = run(checkpoint, "--prompt", "x")
+    done = run(checkpoint, "--prompt", "x", *BREVITY)
     assert done.returncode == 2
     assert done.stdout == ""
     shard = checkpoint / "model1-mp2.safetensors"
@@ -189,7 +189,7 @@ def test_impossible_options_end_with_status_2(options, capsys):
 
 
 def test_warm_up_reports_every_rank(shards):
-    done = run(shards("tiny-v3-fp8", 2), "--fp8", "on", module="model.warmup")
+    done = run(shards("tiny-v3-fp8", 2), "--fp8", "on", "--device", "cpu", module="model.warmup")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["mp"] == 2
@@ -205,7 +205,7 @@ def test_warm_up_reports_every_rank(shards):
 def test_warm_up_does_what_the_model_says(shards, capsys, oracle_checkpoint):
     from transformers import AutoModelForCausalLM
 
-    assert warmup.main([str(shards("tiny-v3", 1))]) == 0
+    assert warmup.main([str(shards("tiny-v3", 1)), "--device", "cpu"]) == 0
     model = AutoModelForCausalLM.from_pretrained(oracle_checkpoint, dtype=torch.float32)
     ids = model.generate(torch.arange(8)[None], max_new_tokens=2, do_sample=False, eos_token_id=None)
     assert json.loads(capsys.readouterr().out)["ranks"][0]["tokens"] == ids[0, 8:].tolist()
@@ -218,7 +218,7 @@ def test_logits_that_are_not_finite_name_the_rank_and_the_weight(shards, tmp_pat
     weight = load_file(shard)["layers.1.attn.wo.weight"]
     weight[3, 5] = torch.nan
     edit_file(shard, {"layers.1.attn.wo.weight": weight}, index=False)
-    done = run(checkpoint, module="model.warmup")
+    done = run(checkpoint, "--device", "cpu", module="model.warmup")
     assert done.returncode == 1
     assert done.stdout == ""
     assert errors_of(done.stderr) == [

@@ -69,18 +69,18 @@ def start_ranks(
     with ExitStack() as stack:
         meeting = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardflow-"))
         stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2))
-        threads = max(1, len(os.sched_getaffinity(0)) // mp)
+        threads = max(1, _cpus() // mp)
         environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ranks.own_environment(mp, Path(meeting))
         started: list[subprocess.Popen[bytes]] = []
         try:
             # A rank inherits the block and lifts it once it can end without a traceback from its imports.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 for rank in range(mp):
                     place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     started.append(subprocess.Popen(command, env=environment | place, stdout=stdout, stderr=stderr))
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             status = _wait(started, timeout)
         except KeyboardInterrupt:
             _wait_quietly(started)
@@ -88,6 +88,11 @@ def start_ranks(
         finally:
             _end(started)
         return subprocess.CompletedProcess(command, status, _text(stdout), _text(stderr))
+
+
+def _cpus() -> int:
+    """CPUs that this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> int:

@@ -6,6 +6,8 @@ Results go to standard output, everything else to standard error. Exit status: 0
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +34,6 @@ def plan(
     weights: Weights = None,
     mtp: Mtp = "drop",
     revision: Revision = None,
-    downloads: Downloads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a source and say what a conversion would write, from headers alone."""
@@ -41,8 +42,8 @@ def plan(
     from model.checkpoint.source import open_source
     from tasks.terminal import show_plan
 
-    opened = open_source(_locate(source, revision, downloads), mtp)
-    summary = describe(plan_shards(opened, mp=mp, weights=weights, mtp=mtp))
+    with _headers(source, revision) as directory:
+        summary = describe(plan_shards(open_source(directory, mtp), mp=mp, weights=weights, mtp=mtp))
     if as_json:
         print(json.dumps(summary.to_json(), indent=2))
     else:
@@ -185,6 +186,21 @@ def run(
     run_pipeline(parameters(given))
 
 
+@contextmanager
+def _headers(source: str, revision: str | None) -> Iterator[Path]:
+    """A directory whose headers are those of ``source``; of a hub id nothing else is fetched."""
+    from model.checkpoint.locate import check_revision, is_hub_id, local_directory
+
+    check_revision(source, revision)
+    if not is_hub_id(source):
+        yield local_directory(source)
+        return
+    from model.checkpoint.hub_headers import headers_of
+
+    with headers_of(source, revision) as directory:
+        yield directory
+
+
 def _locate(source: str, revision: str | None, downloads: Path | None) -> Path:
     from model.checkpoint.locate import default_downloads, locate
     from tasks.terminal import TerminalProgress
@@ -212,7 +228,11 @@ def main() -> None:
             _say(f"error: {problem}")
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
+        _say("interrupted; finished files are kept: run again to go on")
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        _say(f"error: {error.filename or 'storage'}: {error.strerror or error}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

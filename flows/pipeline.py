@@ -1,14 +1,17 @@
 """The pipeline: source → BF16 where asked → shards, in a staging place → proof → publication → warm-up → reply."""
 
+import shutil
 from pathlib import Path
 
 from prefect import flow
 from rich.filesize import decimal
 
 from flows.parameters import PipelineParameters
+from model.checkpoint.convert import check_output
 from model.checkpoint.describe import PlanSummary
-from model.checkpoint.locate import is_hub_id
+from model.checkpoint.locate import check_revision, is_hub_id
 from model.checkpoint.manifest import MANIFEST
+from model.checkpoint.verify import VerificationError
 from tasks import reports, tables
 from tasks.launches import reply, warm_up
 from tasks.results import CheckpointResult, Result, SourceResult, ValidationResult, WarmUpResult
@@ -33,10 +36,12 @@ def checkpoint_pipeline(params: PipelineParameters) -> PipelineResult:
     Raises ``InputError`` before anything is written where the source or the parameters cannot be used.
     """
     out = params.out.absolute()
+    check_revision(params.source, params.revision)
+    check_output(out)
     source = _obtain(params)
     planned = plan(source.directory, params.mp, params.weights, params.mtp)
     shards = _convert(params, source, planned, out)
-    validation = validate(shards.directory, source.directory)
+    validation = _validate(shards, source, out)
     checkpoint = publish(shards.directory, out)
     warmed = warm_up(out, params.mp, params.warm_up_timeout_s)
     answer = (
@@ -65,9 +70,19 @@ def _convert(params: PipelineParameters, source: SourceResult, planned: PlanSumm
     return convert(directory, target, params.mp, planned.weights, params.mtp, params.resources)
 
 
+def _validate(shards: CheckpointResult, source: SourceResult, out: Path) -> ValidationResult:
+    """Shards that fail leave nothing behind, or every later run would find them finished and fail again."""
+    try:
+        return validate(shards.directory, source.directory)
+    except VerificationError:
+        if shards.directory != out:
+            shutil.rmtree(shards.directory)
+        raise
+
+
 def _bf16_directory(params: PipelineParameters, source: SourceResult) -> Path:
     """One for each source, so that another commit does not meet the leavings of the last."""
-    name = f"{source.repo.replace('/', '--')}-{source.commit}" if source.repo else source.directory.name
+    name = f"{source.repo.replace('/', '--')}-{source.commit}" if source.repo else source.directory.resolve().name
     return params.work_directory / "bf16" / name
 
 

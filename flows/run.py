@@ -1,17 +1,19 @@
 """The verb ``run``: the whole pipeline from a terminal, with the plan before it and the results after it."""
 
+import logging
 import os
 from typing import Any
 
 from pydantic import ValidationError
 
 from flows.parameters import PipelineParameters
+from model.checkpoint.convert import check_output
 from model.checkpoint.describe import describe
-from model.checkpoint.locate import is_hub_id, local_directory
+from model.checkpoint.locate import check_revision, is_hub_id, local_directory
 from model.checkpoint.manifest import read_manifest
 from model.checkpoint.plan import plan_shards
 from model.checkpoint.source import open_source
-from model.errors import InputError
+from model.errors import InputError, ShardflowError
 from tasks import tables
 from tasks.terminal import show_plan, stderr, table
 
@@ -22,6 +24,15 @@ PREFECT_SETTINGS = {
     "DO_NOT_TRACK": "1",
 }
 """They must stand before Prefect is imported; what the user has set stays."""
+
+ENGINE_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+
+
+def without_our_tracebacks(record: logging.LogRecord) -> bool:
+    """A log filter: where a run ends in one of the project's own errors, its line says all that a person needs."""
+    if record.exc_info and isinstance(record.exc_info[1], ShardflowError):
+        record.exc_info = None
+    return True
 
 
 def parameters(given: dict[str, Any]) -> PipelineParameters:
@@ -40,6 +51,8 @@ def run_pipeline(params: PipelineParameters) -> None:
     A local source is planned first, so that a bad one is refused at once, before a server starts.
     """
     console = stderr()
+    check_revision(params.source, params.revision)
+    check_output(params.out)
     if not is_hub_id(params.source):
         source = open_source(local_directory(params.source), params.mtp)
         show_plan(describe(plan_shards(source, mp=params.mp, weights=params.weights, mtp=params.mtp)), console)
@@ -47,6 +60,8 @@ def run_pipeline(params: PipelineParameters) -> None:
         os.environ.setdefault(name, value)
     from flows.pipeline import checkpoint_pipeline
 
+    for name in ENGINE_LOGGERS:
+        logging.getLogger(name).addFilter(without_our_tracebacks)
     result = checkpoint_pipeline(params)
     rows = tables.shard_rows(read_manifest(result.checkpoint.directory))
     console.print(table("shards", [row | {"sha256": row["sha256"][:16] + "…"} for row in rows]))

@@ -131,6 +131,8 @@ class ModelArgs:
 
 
 def _checked(cls: type[ModelArgs], fields: dict[str, Any], where: str) -> ModelArgs:
+    if not isinstance(fields, dict):
+        raise InputError(f"{where}: is not a JSON object")
     known = {field.name: field for field in dataclasses.fields(cls)}
     problems = [f"{where}: unknown field {name!r}" for name in sorted(set(fields) - set(known))]
     for name, value in fields.items():

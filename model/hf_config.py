@@ -37,6 +37,9 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that may be absent, and the only values that are implemented where they stand."""
 
+LARGEST = 2**53
+"""No field of a config is larger; beyond it a float would not hold every whole number."""
+
 ROPE_KEYS = {
     "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "mscale", "mscale_all_dim", "partial_rotary_factor", "truncate", "attention_factor",
@@ -48,8 +51,10 @@ def from_hf(config: dict[str, Any]) -> ModelArgs:
 
     Raises ``InputError`` with a line for each unknown, missing or contradicting field.
     """
+    problems = [f"config.json: {problem}" for problem in _kind_problems(config)]
+    if problems:
+        raise InputError(problems)
     family = recognise(config)
-    problems: list[str] = []
     fields = _sizes(config, problems)
     for name, allowed in EXPECTED.items():
         if config.get(name) is not None and config[name] not in allowed:
@@ -66,6 +71,24 @@ def from_hf(config: dict[str, Any]) -> ModelArgs:
     if problems:
         raise InputError([f"config.json: {problem}" for problem in problems])
     return args
+
+
+def _kind_problems(config: dict[str, Any]) -> list[str]:
+    """Fields that are not even of the kind that the rest of this module reads; null counts as absent."""
+    kinds: tuple[tuple[str, type, str], ...] = (
+        *((name, dict, "an object") for name in ("quantization_config", "rope_scaling", "rope_parameters")),
+        *((name, str, "a text") for name in ("model_type", "topk_method", "scoring_func", "hidden_act")),
+        *((name, bool, "true or false") for name in ("norm_topk_prob", "attention_bias", "tie_word_embeddings")),
+    )
+    problems = [
+        f"{name} = {config[name]!r} is not {article}"
+        for name, kind, article in kinds
+        if config.get(name) is not None and not isinstance(config[name], kind)
+    ]
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        problems.append(f"architectures = {architectures!r} is not a list of texts")
+    return problems
 
 
 def _sizes(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -102,16 +125,23 @@ def _routing(config: dict[str, Any], family: Family, problems: list[str]) -> dic
 def _rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Rope fields from ``rope_scaling`` and ``rope_theta``, or from transformers 5's ``rope_parameters``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if "rope_theta" in rope and config.get("rope_theta") not in (None, theta):
+    older = config.get("rope_scaling") or {}
+    problems.extend(
+        f"rope_scaling.{name} = {older[name]!r} contradicts rope_parameters.{name} = {rope[name]!r}"
+        for name in sorted(set(older) & set(rope) - {"type", "rope_type"})
+        if older[name] != rope[name]
+    )
+    stated = {"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}
+    theta = _number(stated, "rope_theta", problems, positive=True)
+    if "rope_theta" in rope and config.get("rope_theta") not in (None, rope["rope_theta"]):
         problems.append(f"rope_theta = {config['rope_theta']} contradicts rope_parameters.rope_theta = {theta}")
-    if not isinstance(theta, (int, float)) or theta <= 0:
-        problems.append(f"rope_theta = {theta!r} is not a positive number")
-        theta = 1.0
     unknown = sorted(set(rope) - ROPE_KEYS)
     problems.extend(f"rope_scaling.{name} is not a known field" for name in unknown)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    fields: dict[str, Any] = {"rope_theta": float(theta), "yarn": kind == "yarn"}
+    kinds = {rope[name] for name in ("type", "rope_type") if isinstance(rope.get(name), str)} or {"default"}
+    kind = kinds.pop()
+    if kinds:
+        problems.append(f"rope_scaling.type = {rope['type']!r} contradicts rope_type = {rope['rope_type']!r}")
+    fields: dict[str, Any] = {"rope_theta": theta, "yarn": kind == "yarn"}
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True), ("attention_factor", None)):
         if rope.get(name, only) not in (only, None):
             problems.append(f"rope_scaling.{name} = {rope[name]!r} is not implemented")
@@ -120,8 +150,8 @@ def _rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if kind != "yarn":
         problems.append(f"rope_scaling.type = {kind!r} is not implemented; known: 'yarn', 'default'")
         return fields
-    if rope.get("mscale_all_dim") is None:
-        problems.append("rope_scaling.mscale_all_dim is missing: YaRN without it is not implemented")
+    if not rope.get("mscale_all_dim"):
+        problems.append("rope_scaling.mscale_all_dim is missing or 0: YaRN without it is not implemented")
     elif rope.get("mscale", rope["mscale_all_dim"]) != rope["mscale_all_dim"]:
         problems.append(
             f"rope_scaling.mscale = {rope['mscale']} differs from mscale_all_dim = {rope['mscale_all_dim']}, "
@@ -136,7 +166,9 @@ def _rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     )
     for name, target, default in table:
         whole = target == "original_seq_len"
-        fields[target] = _number(rope, name, problems, whole=whole, default=default, prefix="rope_scaling.")
+        fields[target] = _number(
+            rope, name, problems, whole=whole, default=default, prefix="rope_scaling.", positive=True
+        )
     return fields
 
 
@@ -171,6 +203,7 @@ def _number(
     problems: list[str],
     *,
     whole: bool = False,
+    positive: bool = False,
     default: Any = None,
     prefix: str = "",
 ) -> Any:
@@ -178,9 +211,8 @@ def _number(
     if value is None:
         value = default
     numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not numeric or value < 0:
-        problems.append(
-            f"{prefix}{name} = {config.get(name)!r} is not {'a whole' if whole else 'a'} number of at least 0"
-        )
-        return 0
+    if not numeric or not 0 <= value <= LARGEST or (positive and value == 0):
+        kind = f"{'a whole' if whole else 'a'} number {'above' if positive else 'of at least'} 0"
+        problems.append(f"{prefix}{name} = {config.get(name)!r} is not {kind}")
+        return 1 if whole else 1.0
     return value if whole else float(value)

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from model.errors import RunError
 from model.generation import generate
 from model.launch import run_command
 from model.options import add_model_options, load_as_asked
+from model.rank_report import RankReport
 from model.ranks import agree
 from model.sampling import Sampling
 from model.topology import Topology
@@ -26,20 +27,6 @@ from model.transformer import Cache, Transformer
 
 MODULE = "model.warmup"
 TOKENS = 2
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank saw: its device and dtypes, seconds of loading and of the two tokens, their ids."""
-
-    rank: int
-    device: str
-    dtype: str
-    fp8: bool
-    load_s: float
-    warmup_s: float
-    tokens: list[int]
-    finite: bool
 
 
 class Watched:

@@ -8,15 +8,16 @@ from prefect.logging import get_run_logger
 
 from model.errors import InputError, RunError
 from model.launch import start_ranks
+from model.rank_report import RankReport
 from tasks import reports
-from tasks.results import RankResult, WarmUpResult
+from tasks.results import WarmUpResult
 
 
 @task(persist_result=False)
 def warm_up(checkpoint: Path, mp: int, timeout_s: float) -> WarmUpResult:
     """Load the shards on every rank and generate two tokens; ended after ``timeout_s`` seconds whatever happens."""
     report = json.loads(_output_of("model.warmup", [str(checkpoint)], mp, timeout_s))
-    result = WarmUpResult(ranks=tuple(RankResult(**rank) for rank in report["ranks"]))
+    result = WarmUpResult(ranks=tuple(RankReport(**rank) for rank in report["ranks"]))
     reports.report_warm_up(result)
     return result
 
@@ -24,7 +25,7 @@ def warm_up(checkpoint: Path, mp: int, timeout_s: float) -> WarmUpResult:
 @task(persist_result=False)
 def reply(checkpoint: Path, mp: int, prompt: str, max_new_tokens: int, timeout_s: float) -> str:
     """The greedy reply to one prompt."""
-    arguments = [str(checkpoint), "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
+    arguments = [str(checkpoint), f"--prompt={prompt}", "--max-new-tokens", str(max_new_tokens)]
     text = _output_of("model.generate", arguments, mp, timeout_s).rstrip("\n")
     reports.report_reply(prompt, text)
     return text

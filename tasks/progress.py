@@ -7,7 +7,9 @@ import time
 from types import TracebackType
 from uuid import UUID
 
+from httpx import HTTPError
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from rich.filesize import decimal
 
@@ -71,8 +73,7 @@ class StageProgress:
             if not self._bars:  # a line written into a moving bar spoils both
                 facts = (self._label, share, decimal(self._total), decimal(int(rate)), left)
                 self._log.info("%s: %.0f %% of %s, %s/s, %.0f s left", *facts)
-            if self._artifact:
-                update_progress_artifact(self._artifact, min(share, 100.0))
+            self._show(min(share, 100.0))
 
     def _end_phase(self) -> None:
         if self._artifact is None:
@@ -80,6 +81,15 @@ class StageProgress:
         if self._bars:
             self._bars.pause()
         seconds = time.monotonic() - self._began
-        update_progress_artifact(self._artifact, 100.0)
+        self._show(100.0)
         self._log.info("%s: %s in %.1f s", self._label, decimal(self._done), seconds)
         self._artifact = None
+
+    def _show(self, share: float) -> None:
+        """Move the artifact. A server that does not answer for a moment must not end a night's conversion."""
+        if self._artifact is None:
+            return
+        try:
+            update_progress_artifact(self._artifact, share)
+        except (HTTPError, PrefectException) as error:
+            self._log.warning("progress artifact of %s not updated: %s", self._label, error)

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from model.checkpoint.manifest import FileRecord, Manifest
+from model.rank_report import RankReport
 
 
 class Result(BaseModel):
@@ -58,23 +59,10 @@ class ValidationResult(Result):
     source_size: int
 
 
-class RankResult(Result):
-    """What one rank reported of its warm-up, see ``model.warmup.RankReport``."""
-
-    rank: int
-    device: str
-    dtype: str
-    fp8: bool
-    load_s: float
-    warmup_s: float
-    tokens: tuple[int, ...]
-    finite: bool
-
-
 class WarmUpResult(Result):
     """All ranks generated two tokens."""
 
-    ranks: tuple[RankResult, ...]
+    ranks: tuple[RankReport, ...]
 
 
 def file_results(files: tuple[FileRecord, ...]) -> tuple[FileResult, ...]:

@@ -28,10 +28,8 @@ def download(repo: str, commit: str, downloads: Path) -> SourceResult:
     """Bring one commit's files below ``downloads``, resumed and checked; see ``hub.download``."""
     directory = download_directory(downloads, repo, commit)
     with StageProgress("download") as progress:
-        size = sum(file.size for file in hub.list_files(repo, commit))
-        progress.phase(f"download {repo}", size)
-        hub.download(repo, commit, directory, progress=progress.advance)
-    return SourceResult(directory=directory, repo=repo, commit=commit, size=size)
+        record = hub.download(repo, commit, directory, progress=progress)
+    return SourceResult(directory=directory, repo=repo, commit=commit, size=sum(file.size for file in record.files))
 
 
 @task(persist_result=False)

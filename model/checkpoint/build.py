@@ -28,6 +28,7 @@ from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import FileRecord
 from model.checkpoint.progress import Progress
 from model.checkpoint.reader import TensorReader, check_unchanged
+from model.checkpoint.source import read_json
 from model.checkpoint.storage import fsync_directory, json_bytes, storage_errors, write_atomically
 from model.checkpoint.writer import ShardWriter
 from model.errors import InputError, RunError
@@ -59,10 +60,30 @@ class Resources:
 
 
 def check_vacant(out: Path) -> None:
-    """Raise ``InputError`` if ``out`` exists and is not an empty directory."""
+    """Raise ``InputError`` if ``out`` is anything but absent or an empty directory that a rename can replace."""
+    problem = None
     with storage_errors(out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"{out}: exists and is not empty; choose another place or remove it")
+        if out.is_symlink():
+            problem = "is a symbolic link; name the directory itself"
+        elif os.path.ismount(out):
+            problem = "is a mount point, which no rename can replace; choose a directory inside it"
+        elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+            problem = "exists and is not empty; choose another place or remove it"
+    if problem:
+        raise InputError(f"{out}: {problem}")
+
+
+def check_ready(out: Path, plans: tuple[FilePlan, ...], identity: dict[str, Any]) -> None:
+    """Raise, before hours of hashing, what ``work_directory`` and ``build_files`` would raise after them.
+
+    ``identity`` may lack what only the hashing tells.
+    """
+    check_vacant(out)
+    partial = _partial(out)
+    if (partial / "lock").exists():
+        with _lock(partial / "lock", out):
+            _check_resume(partial, identity)
+    _check_space(partial, [plan for plan in plans if _finished(partial, plan) is None])
 
 
 @contextlib.contextmanager
@@ -70,40 +91,70 @@ def work_directory(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
     """Hold ``out``'s partial directory for work of this ``identity``, and publish its files as ``out`` at the end.
 
     Raises ``InputError`` where ``out`` is taken, another run is at work, or the partial directory belongs to
-    other inputs or options. An error in the block leaves the finished files for the next run.
+    other inputs or options. An error in the block leaves the finished files for the next run, and nothing else.
     """
+    out = out.absolute()
     check_vacant(out)
-    partial = out.with_name(out.name + PARTIAL_SUFFIX)
+    partial = _partial(out)
     with storage_errors(partial):
         (partial / "files").mkdir(parents=True, exist_ok=True)
         (partial / "done").mkdir(exist_ok=True)
     with _lock(partial / "lock", out):
-        check_vacant(out)
-        resume = partial / "resume.json"
-        if resume.exists() and json.loads(resume.read_text()) != json.loads(json_bytes(identity)):
-            raise InputError(
-                f"{partial}: holds unfinished work on another source or with other options; "
-                "finish that, remove the directory, or choose another place"
-            )
-        with storage_errors(partial):
-            write_atomically(resume, json_bytes(identity))
-        yield partial
-        with storage_errors(out):
-            fsync_directory(partial / "files")
-            (partial / "files").rename(out)
-            fsync_directory(out.parent)
-            shutil.rmtree(partial)
+        try:
+            check_vacant(out)
+            _check_resume(partial, identity)
+            with storage_errors(partial):
+                _remove_unfinished(partial)
+                write_atomically(partial / "resume.json", json_bytes(identity))
+            yield partial
+            with storage_errors(out):
+                fsync_directory(partial / "files")
+                (partial / "files").rename(out)
+                fsync_directory(out.parent)
+        finally:
+            if not (partial / "files").exists() or not any((partial / "done").iterdir()):
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(out: Path) -> Path:
+    return out.absolute().with_name(out.absolute().name + PARTIAL_SUFFIX)
+
+
+def _check_resume(partial: Path, identity: dict[str, Any]) -> None:
+    """``identity`` must not differ from what the unfinished work, if there is any, was begun with."""
+    path = partial / "resume.json"
+    if not path.exists():
+        return
+    begun = read_json(path)
+    wanted: dict[str, Any] = json.loads(json_bytes(identity))
+    differing = [name for name in wanted if name not in begun or begun[name] != wanted[name]]
+    if differing:
+        raise InputError(
+            f"{partial}: holds unfinished work that differs in {', '.join(differing)}; "
+            "finish that, remove the directory, or choose another place"
+        )
+
+
+def _remove_unfinished(partial: Path) -> None:
+    """What a killed run left half-written, or had not noted yet."""
+    for path in (partial / "files").rglob("*"):
+        if path.is_file() and not _note(partial, path.name).exists():
+            path.unlink()
 
 
 @contextlib.contextmanager
 def _lock(path: Path, out: Path) -> Iterator[None]:
-    with storage_errors(path), path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{out}: another run is writing it at this moment; wait for it or stop it") from error
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise InputError(f"{out}: another run finished it at this moment; run again")
+    with contextlib.ExitStack() as held:
+        with storage_errors(path):
+            file = held.enter_context(path.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"{out}: another run is writing it at this moment; wait for it or stop it"
+                ) from error
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise InputError(f"{out}: another run finished it at this moment; run again")
         yield
 
 
@@ -121,7 +172,7 @@ def build_files(
     """
     done = {plan.name: _finished(partial, plan) for plan in plans}
     remaining = [plan for plan in plans if done[plan.name] is None]
-    _check_space(partial, sum(plan.data_size for plan in remaining))
+    _check_space(partial, remaining)
     progress.phase(label, sum(plan.data_size for plan in plans))
     progress.advance(sum(plan.data_size for plan in plans if done[plan.name]))
     stop = threading.Event()
@@ -164,20 +215,23 @@ def _build_file(
 
 
 def _finished(partial: Path, plan: FilePlan) -> FileRecord | None:
-    note, path = _note(partial, plan.name), partial / "files" / plan.name
-    if not note.exists() or not path.exists():
+    """The record of a file that an earlier run finished; an unreadable note notes nothing."""
+    path = partial / "files" / plan.name
+    try:
+        record = FileRecord(**json.loads(_note(partial, plan.name).read_text()))
+    except (OSError, ValueError, TypeError):
         return None
-    record = FileRecord(**json.loads(note.read_text()))
-    return record if record.size == path.stat().st_size else None
+    return record if path.is_file() and record.size == path.stat().st_size else None
 
 
 def _note(partial: Path, name: str) -> Path:
     return partial / "done" / f"{name}.json"
 
 
-def _check_space(partial: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
+def _check_space(partial: Path, plans: list[FilePlan]) -> None:
+    needed = sum(plan.data_size for plan in plans)
+    place = next(directory for directory in partial.parents if directory.exists())
+    with storage_errors(place):
+        free = shutil.disk_usage(place).free
     if needed > free:
-        raise RunError(
-            f"{partial.parent}: {needed:,} bytes are needed, {free:,} are free; free some space and run again"
-        )
+        raise RunError(f"{place}: {needed:,} bytes are needed, {free:,} are free; free some space and run again")

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.build import Inputs, Resources, build_files, check_vacant, work_directory
+from model.checkpoint.build import Inputs, Resources, build_files, check_ready, check_vacant, work_directory
 from model.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
     SourceRecord,
+    check_files,
     read_manifest,
     tool_version,
     write_manifest,
@@ -52,17 +53,23 @@ def convert(
     return convert_plan(plan, out, resources=resources or Resources(), progress=progress or Silent())
 
 
-def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progress) -> Manifest:
-    """Carry out ``plan``; see ``convert``."""
-    sidecars = find_sidecars(plan.source.directory, BESIDE_SHARDS)
+def check_output(out: Path) -> None:
+    """Raise ``InputError`` unless ``out`` is absent, empty, or a finished checkpoint."""
     if not (out / MANIFEST).exists():
         check_vacant(out)
-    record = source_record(plan.source, progress)
-    identity = _identity(plan, record)
+
+
+def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progress) -> Manifest:
+    """Carry out ``plan``; see ``convert``."""
+    identity = _identity(plan)
     if (out / MANIFEST).exists():
-        return finished_checkpoint(out, identity)
+        finished_checkpoint(out, identity)
+        return finished_checkpoint(out, identity | _source_identity(source_record(plan.source, progress)))
+    sidecars = find_sidecars(plan.source.directory, BESIDE_SHARDS)
+    check_ready(out, plan.files, identity)
+    record = source_record(plan.source, progress)
     inputs = Inputs(plan.source.headers, plan.args.block_size)
-    with work_directory(out, identity) as partial:
+    with work_directory(out, identity | _source_identity(record)) as partial:
         files = build_files(plan.files, inputs, partial, resources, progress, "write shards")
         return _finish(plan, record, partial / "files", files, sidecars)
 
@@ -72,7 +79,7 @@ def _finish(
 ) -> Manifest:
     """The small files, and last the manifest."""
     config = written_config(plan.source, plan.weights, plan.args.n_mtp_layers)
-    files = [*shards, write_sidecar(directory / "config.json", config), *copy_sidecars(sidecars, directory)]
+    files = [*shards, write_sidecar(directory / "config.json", config), *copy_sidecars(sidecars, directory, record)]
     official, notes = plan.args.to_official()
     if official is not None:
         files.append(write_sidecar(directory / MODEL_ARGS, json_bytes(official)))
@@ -91,17 +98,20 @@ def _finish(
     return manifest
 
 
-def _identity(plan: Plan, record: SourceRecord) -> dict[str, Any]:
-    """What decides the output's bytes: a resumed or repeated run must have the same."""
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What decides the output's bytes besides the source's: a resumed or repeated run must have the same."""
     return {
         "stage": "convert",
         "tool": tool_version(),
-        "source": dataclasses.asdict(record),
-        "args": plan.args.to_json(),
         "mp": plan.mp,
         "weights": plan.weights,
         "mtp": plan.mtp,
+        "args": plan.args.to_json(),
     }
+
+
+def _source_identity(record: SourceRecord) -> dict[str, Any]:
+    return {"source": dataclasses.asdict(record)}
 
 
 def finished_checkpoint(out: Path, identity: dict[str, Any]) -> Manifest:
@@ -114,16 +124,5 @@ def finished_checkpoint(out: Path, identity: dict[str, Any]) -> Manifest:
     differing = [name for name in wanted if name not in ("stage", "tool") and wanted[name] != made_of[name]]
     if differing:
         raise InputError(f"{out}: holds a checkpoint that differs in {', '.join(differing)}; choose another place")
-    problems = [
-        f"{out / file.name}: expected {file.size} bytes, found {_size(out / file.name)}; "
-        f"remove {out} and convert again"
-        for file in manifest.files
-        if _size(out / file.name) != file.size
-    ]
-    if problems:
-        raise InputError(problems)
+    check_files(out, manifest.files)
     return manifest
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

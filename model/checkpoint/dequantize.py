@@ -3,10 +3,18 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from model.checkpoint.build import Inputs, Resources, build_files, check_vacant, work_directory
+from model.checkpoint.build import Inputs, Resources, build_files, check_ready, work_directory
 from model.checkpoint.layout import FilePlan
-from model.checkpoint.manifest import FileRecord, SourceRecord, tool_version
+from model.checkpoint.manifest import (
+    FileRecord,
+    SourceRecord,
+    check_files,
+    file_records,
+    source_record_from,
+    tool_version,
+)
 from model.checkpoint.plan import DroppedRule, dropped_rules, plan_dequantized
 from model.checkpoint.progress import Progress, Silent
 from model.checkpoint.sidecars import copy_sidecars, find_sidecars, source_record, write_sidecar, written_config
@@ -38,13 +46,13 @@ def dequantize(
     progress = progress or Silent()
     opened = open_source(source)
     plans = plan_dequantized(opened)
-    sidecars = find_sidecars(source)
-    if not (out / RECORD).exists():
-        check_vacant(out)
-    record = source_record(opened, progress)
+    identity: dict[str, Any] = {"stage": "dequantize", "tool": tool_version()}
     if (out / RECORD).exists():
-        return _finished(out, record)
-    identity = {"stage": "dequantize", "tool": tool_version(), "source": dataclasses.asdict(record)}
+        return _finished(out, source_record(opened, progress))
+    sidecars = find_sidecars(source)
+    check_ready(out, plans, identity)
+    record = source_record(opened, progress)
+    identity["source"] = dataclasses.asdict(record)
     inputs = Inputs(opened.headers, opened.args.block_size)
     with work_directory(out, identity) as partial:
         weights = build_files(plans, inputs, partial, resources or Resources(), progress, "dequantise")
@@ -54,7 +62,7 @@ def dequantize(
             *weights,
             write_sidecar(directory / "config.json", config),
             write_sidecar(directory / INDEX, _index(plans)),
-            *copy_sidecars(sidecars, directory),
+            *copy_sidecars(sidecars, directory, record),
         )
         result = Dequantized(record, files, dropped_rules(opened))
         fields = {"schema": SCHEMA, "tool": tool_version()} | dataclasses.asdict(result)
@@ -67,13 +75,12 @@ def read_dequantized(directory: Path) -> Dequantized:
     path = directory / RECORD
     fields = read_json(path)
     try:
-        source = fields["source"]
         return Dequantized(
-            SourceRecord(source["repo"], source["commit"], tuple(FileRecord(**file) for file in source["files"])),
-            tuple(FileRecord(**file) for file in fields["files"]),
+            source_record_from(fields["source"]),
+            file_records(fields["files"]),
             tuple(DroppedRule(**rule) for rule in fields["dropped"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error}); dequantise again") from error
 
 
@@ -81,11 +88,7 @@ def _finished(out: Path, record: SourceRecord) -> Dequantized:
     result = read_dequantized(out)
     if result.source != record:
         raise InputError(f"{out}: holds the dequantised form of another source; choose another place")
-    for file in result.files:
-        path = out / file.name
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != file.size:
-            raise InputError(f"{path}: expected {file.size} bytes, found {actual}; remove {out} and dequantise again")
+    check_files(out, result.files)
     return result
 
 

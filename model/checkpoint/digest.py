@@ -37,10 +37,15 @@ def remember(path: Path, sha256: str, status: os.stat_result | None = None) -> N
         write_atomically(memo, sha256.encode(), durable=False)
 
 
+def cache_directory() -> Path:
+    """Where this project keeps what it can do without: below XDG_CACHE_HOME, or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (without HOME: as it is)
+    return Path(home) / "shardflow"
+
+
 def _memo(status: os.stat_result) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
-    return cache / "shardflow" / "sha256" / name
+    return cache_directory() / "sha256" / name
 
 
 def _recall(memo: Path) -> str | None:

@@ -125,10 +125,15 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path}: header is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(entries, dict):
         raise InputError(f"{path}: header is not a JSON object; fetch the file again")
+    notes = entries.get("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise InputError(f"{path}: header's __metadata__ is not an object of texts; fetch the file again")
     return entries
 
 

@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -35,6 +35,7 @@ from model.checkpoint.download_record import (
     write_record,
 )
 from model.checkpoint.hub_errors import hub_errors
+from model.checkpoint.progress import Progress, Silent
 from model.errors import InputError, RunError
 
 # Names of a checkpoint's files, folder by folder: ``*`` does not cross a slash.
@@ -44,9 +45,6 @@ CHECKPOINT_FILES = (
 )
 # Never downloaded, even where a pattern above matches: hidden files, and the same weights in another format.
 OTHER_FILES = (".*", "*.bin", "*.bin.*", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that have come to be present since the last call."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -102,8 +100,8 @@ def download(
 
     Files that are already there and right are kept, damaged or outdated ones are fetched anew, and those of an
     earlier commit that the new one lacks are removed. A finished, unchanged directory costs neither a request nor a
-    hash. ``progress`` replaces huggingface_hub's own bars; its calls sum to the sizes of `list_files`, and never
-    overlap although files arrive in ``workers`` threads.
+    hash. ``progress`` takes the place of huggingface_hub's own bars; its bytes sum to the sizes of `list_files`.
+    Files arrive in ``workers`` threads; the first failure, or Ctrl-C, stops them all.
 
     Raises what `list_files` raises, `InputError` for a directory that holds another repository, `DamagedFileError`
     with one line for each file whose bytes are wrong (all others are kept), and `RunError` for local failures; too
@@ -120,8 +118,10 @@ def download(
     files = list_files(repo, commit, endpoint=endpoint)
     with hub_errors(repo, commit):
         _check_space(directory, files)
-    run = _Download(repo, commit, directory, endpoint, known, None if progress is None else _one_at_a_time(progress))
-    entries = _in_threads(run.obtain, files, workers)
+    progress = progress or Silent()
+    progress.phase(f"download {repo}", sum(file.size for file in files))
+    run = _Download(repo, commit, directory, endpoint, known, progress)
+    entries = _in_threads(run.obtain, files, workers, run.stop)
     with hub_errors(repo, commit):
         for name in known.keys() - {file.path for file in files}:
             (directory / name).unlink()
@@ -139,17 +139,23 @@ class _Download:
     directory: Path
     endpoint: str | None
     known: dict[str, DownloadedFile]
-    report: Progress | None
+    progress: Progress
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def obtain(self, file: RepoFile) -> DownloadedFile:
         """The checked entry of one file: from the record, from the bytes that are there, or downloaded."""
         with hub_errors(self.repo, self.commit, file.path):
             entry = self._present(file)
             if entry is not None:
-                if self.report is not None:
-                    self.report(file.size)
+                self.report(file.size)
                 return entry
             return self._fetch(file)
+
+    def report(self, size: int) -> None:
+        """Tell of ``size`` more bytes, and end this file's download where another has failed."""
+        if self.stop.is_set():
+            raise RunError("stopped: another file failed or the run was interrupted")
+        self.progress.advance(size)
 
     def _present(self, file: RepoFile) -> DownloadedFile | None:
         entry, path = self.known.get(file.path), self.directory / file.path
@@ -169,7 +175,7 @@ class _Download:
             revision=self.commit,
             local_dir=self.directory,
             endpoint=self.endpoint,
-            tqdm_class=None if self.report is None else _silent_bar(self.report),
+            tqdm_class=_silent_bar(self.report),
         )
         entry, identity = _hash_file(path, file)
         if (entry.size, identity) == (file.size, _identity(file)):
@@ -191,9 +197,9 @@ def _check_space(directory: Path, files: Iterable[RepoFile]) -> None:
 
 
 def _in_threads(
-    obtain: Callable[[RepoFile], DownloadedFile], files: Iterable[RepoFile], workers: int
+    obtain: Callable[[RepoFile], DownloadedFile], files: Iterable[RepoFile], workers: int, stop: threading.Event
 ) -> list[DownloadedFile]:
-    """All entries. Damaged files are collected; any other failure keeps further files from being started."""
+    """All entries. Damaged files are collected; any other failure sets ``stop``."""
     entries: list[DownloadedFile] = []
     damaged: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
@@ -204,6 +210,7 @@ def _in_threads(
                 except DamagedFileError as error:
                     damaged.extend(error.problems)
         except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if damaged:
@@ -246,20 +253,7 @@ def _hash_file(path: Path, file: RepoFile) -> tuple[DownloadedFile, str]:
     return entry, identity
 
 
-# Progress
-
-
-def _one_at_a_time(progress: Progress) -> Progress:
-    lock = threading.Lock()
-
-    def report(count: int) -> None:
-        with lock:
-            progress(count)
-
-    return report
-
-
-def _silent_bar(report: Progress) -> type[tqdm]:
+def _silent_bar(report: Callable[[int], None]) -> type[tqdm]:
     """A class for huggingface_hub's ``tqdm_class`` that draws nothing and reports one file's bytes to ``report``."""
 
     class SilentBar(tqdm):

@@ -1,14 +1,14 @@
 """A SOURCE as people give it, a local directory or a hub id with a revision, as a directory on disk."""
 
-import os
 import re
 from pathlib import Path
 
 from model.checkpoint import hub
+from model.checkpoint.digest import cache_directory
 from model.checkpoint.progress import Progress, Silent
 from model.errors import InputError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_hub_id(source: str) -> bool:
@@ -27,7 +27,7 @@ def local_directory(source: str) -> Path:
 
 def default_downloads() -> Path:
     """Where downloads go unless a command is told otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardflow" / "hub"
+    return cache_directory() / "hub"
 
 
 def download_directory(downloads: Path, repo: str, commit: str) -> Path:
@@ -35,18 +35,21 @@ def download_directory(downloads: Path, repo: str, commit: str) -> Path:
     return downloads / repo.replace("/", "--") / commit
 
 
+def check_revision(source: str, revision: str | None) -> None:
+    """Raise ``InputError`` for a revision of something that has none."""
+    if revision is not None and not is_hub_id(source):
+        raise InputError(f"--revision {revision}: {source} is a local directory, which has no revisions")
+
+
 def locate(source: str, revision: str | None, downloads: Path, progress: Progress | None = None) -> Path:
     """The directory of ``source``, downloaded first (or completed) where it is a hub id.
 
     Raises ``InputError`` for a source that does not exist, and what ``hub.download`` raises.
     """
+    check_revision(source, revision)
     if not is_hub_id(source):
-        if revision is not None:
-            raise InputError(f"--revision {revision}: {source} is a local directory, which has no revisions")
         return local_directory(source)
     commit = hub.resolve(source, revision)
     directory = download_directory(downloads, source, commit)
-    progress = progress or Silent()
-    progress.phase(f"download {source}", sum(file.size for file in hub.list_files(source, commit)))
-    hub.download(source, commit, directory, progress=progress.advance)
+    hub.download(source, commit, directory, progress=progress or Silent())
     return directory

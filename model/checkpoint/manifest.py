@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from model.args import ModelArgs
-from model.checkpoint.plan import DroppedRule
-from model.checkpoint.source import read_json
+from model.checkpoint.plan import WEIGHTS, DroppedRule
+from model.checkpoint.source import read_json, shortened
 from model.checkpoint.storage import json_bytes, write_atomically
 from model.errors import InputError
 
@@ -107,29 +107,56 @@ def read_manifest(directory: Path) -> Manifest:
         return _from_json(fields)
     except InputError as error:
         raise InputError([f"{path}: {problem}" for problem in error.problems]) from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error}); convert again") from error
+
+
+def check_files(directory: Path, files: tuple[FileRecord, ...]) -> None:
+    """Raise ``InputError`` where a file of ``directory`` is missing or not of the recorded size."""
+    problems = []
+    for file in files:
+        path = directory / file.name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != file.size:
+            problems.append(f"{path}: expected {file.size} bytes, found {actual}; remove {directory} and run again")
+    if problems:
+        raise InputError(shortened(problems))
+
+
+def file_records(files: Any) -> tuple[FileRecord, ...]:
+    """The records of a parsed JSON list. Raises ``TypeError`` where it holds anything else."""
+    records = tuple(FileRecord(**file) for file in files)
+    for record in records:
+        kinds = (type(record.name), type(record.size), type(record.sha256), type(record.tensors))
+        if kinds[:3] != (str, int, str) or kinds[3] not in (int, type(None)):
+            raise TypeError(f"{record} is no record of a file")
+    return records
+
+
+def source_record_from(fields: dict[str, Any]) -> SourceRecord:
+    """The record of a source from parsed JSON."""
+    return SourceRecord(fields["repo"], fields["commit"], file_records(fields["files"]))
 
 
 def _from_json(fields: dict[str, Any]) -> Manifest:
     source = fields["source"]
     manifest = Manifest(
-        source=source and SourceRecord(source["repo"], source["commit"], _records(source["files"])),
+        source=source and source_record_from(source),
         args=ModelArgs.from_json(fields["args"]),
         mp=fields["mp"],
         weights=fields["weights"],
         mtp=fields["mtp"],
-        files=_records(fields["files"]),
+        files=file_records(fields["files"]),
         dropped=tuple(DroppedRule(**rule) for rule in fields["dropped"]),
         notes=tuple(fields["notes"]),
         tool=fields["tool"],
-        parent=fields["parent"],
+        parent=fields.get("parent"),
     )
+    if type(manifest.mp) is not int or manifest.mp < 1:
+        raise InputError(f"mp = {manifest.mp!r} is not a whole number of at least 1")
+    if manifest.weights not in WEIGHTS or manifest.mtp not in ("drop", "keep"):
+        raise InputError(f"weights = {manifest.weights!r} or mtp = {manifest.mtp!r} is unknown")
     missing = {shard_name(rank, manifest.mp) for rank in range(manifest.mp)} - {file.name for file in manifest.files}
     if missing:
         raise InputError(f"mp = {manifest.mp}, but {', '.join(sorted(missing))} is not listed")
     return manifest
-
-
-def _records(files: list[dict[str, Any]]) -> tuple[FileRecord, ...]:
-    return tuple(FileRecord(**file) for file in files)

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.build import Inputs, Resources, build_files, check_vacant, work_directory
+from model.checkpoint.build import Inputs, Resources, build_files, check_ready, work_directory
 from model.checkpoint.convert import MODEL_ARGS, finished_checkpoint
 from model.checkpoint.headers import FileHeader, read_header
 from model.checkpoint.layout import Stored
@@ -36,7 +36,7 @@ def reshard(
     identity = _identity(checkpoint, parent, mp)
     if (out / MANIFEST).exists():
         return finished_checkpoint(out, identity)
-    check_vacant(out)
+    check_ready(out, plans, identity)
     inputs = Inputs(shards.headers, parent.args.block_size)
     with work_directory(out, identity) as partial:
         files = build_files(

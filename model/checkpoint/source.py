@@ -21,6 +21,7 @@ from model.checkpoint.names import (
     scale_shape,
     source_scale,
 )
+from model.checkpoint.storage import reading
 from model.errors import InputError
 from model.hf_config import from_hf
 
@@ -76,7 +77,7 @@ def open_source(directory: Path, mtp: str = "keep") -> Source:
     args = from_hf(config)
     headers = _read_headers(directory)
     tensors = {name: tensor for header in headers for name, tensor in in_file_order(header)}
-    found_mtp = _mtp_layers(args, config, tensors, mtp)
+    found_mtp = _mtp_layers(args, tensors)
     wanted = tuple(bindings(args, found_mtp if mtp == "keep" else 0))
     rest = set(tensors) - {binding.source for binding in wanted}
     dropped = []
@@ -85,6 +86,8 @@ def open_source(directory: Path, mtp: str = "keep") -> Source:
         rest -= set(names)
         dropped.append((drop, tuple(tensors[name] for name in names)))
     problems = [*_binding_problems(args, wanted, tensors, rest), *_leftovers(args, tensors, rest, found_mtp)]
+    if config.get("quantization_config") is None and any(tensor.dtype == FP8 for tensor in tensors.values()):
+        problems.append(f"config.json: holds no quantization_config, so the blocks of the {FP8} weights are unknown")
     if problems:
         raise InputError(shortened(problems))
     return Source(directory, config, args.replace(n_mtp_layers=found_mtp), headers, tensors, wanted, tuple(dropped))
@@ -93,11 +96,15 @@ def open_source(directory: Path, mtp: str = "keep") -> Source:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ``InputError`` where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: is not valid JSON ({error})") from error
+        with reading(path):
+            value = json.loads(path.read_bytes())
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # half of a surrogate pair could be read, but not written again
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: is not valid JSON in UTF-8 ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: is not a JSON object")
     return value
@@ -128,7 +135,10 @@ def _read_headers(directory: Path) -> tuple[FileHeader, ...]:
     problems = [f"{index_path}: {problem}" for name in names if (problem := _unsafe(directory, name))]
     if problems:
         raise InputError(problems)
-    present = {path.name for path in directory.glob("*.safetensors")}
+    with reading(directory):
+        present = {path.name for path in directory.iterdir() if path.name.endswith(".safetensors")}
+    if weight_map is None and SINGLE_FILE not in present:
+        raise InputError(f"{directory}: holds neither {INDEX} nor {SINGLE_FILE}; fetch the index again")
     for name in sorted(set(names) - present, key=_natural):
         said = f"is named by {INDEX}" if weight_map is not None else f"is expected where there is no {INDEX}"
         problems.append(f"{directory / name}: {said} but does not exist; fetch it again")
@@ -193,17 +203,20 @@ def escaping_link(path: Path) -> str | None:
     return f"file {path.name!r} is a symbolic link to {target}, outside the checkpoint's directory"
 
 
-def _mtp_layers(args: ModelArgs, config: dict[str, Any], tensors: dict[str, TensorInfo], mtp: str) -> int:
-    """How many consecutive layers lie at or past ``n_layers``; a contradiction only matters where they are kept."""
+def _mtp_layers(args: ModelArgs, tensors: dict[str, TensorInfo]) -> int:
+    """How many layers lie at or past ``n_layers``: as many as the config states, or none (left out by who saved it).
+
+    Any other number would have real layers taken for MTP layers, and dropped.
+    """
     layers = {layer for name in tensors if (layer := layer_of(name)) is not None and layer >= args.n_layers}
-    count = next(n for n in range(len(layers) + 1) if args.n_layers + n not in layers)
-    stated = config.get("num_nextn_predict_layers")
-    if mtp == "keep" and stated is not None and count != stated and stated < count:
+    stated = set(range(args.n_layers, args.n_layers + args.n_mtp_layers))
+    if layers and layers != stated:
         raise InputError(
-            f"config.json: num_nextn_predict_layers = {stated}, but the files hold {count} layers from "
-            f"{args.n_layers} on; use --mtp drop, or correct the config"
+            f"config.json: num_hidden_layers = {args.n_layers} and num_nextn_predict_layers = {args.n_mtp_layers} "
+            f"call for layers up to {args.n_layers + args.n_mtp_layers - 1}, the files hold layers "
+            f"{', '.join(map(str, sorted(layers)[:8]))}; correct the config or fetch the files again"
         )
-    return count
+    return len(layers)
 
 
 def _drops(drop: Drop, name: str, args: ModelArgs) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.errors import RunError
+from model.errors import InputError, RunError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -25,18 +25,23 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
     """Write ``path`` so that it never shows half its content."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.write_bytes(data)
+        if durable:
+            publish_file(temporary, path)
+        else:
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    if durable:
-        fsync_directory(path.parent)
+
+
+def publish_file(temporary: Path, path: Path) -> None:
+    """Give a complete file its final name, once its bytes are on the disk."""
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -61,3 +66,12 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = ADVICE.get(error.errno or 0, "see to the storage and run again")
         raise RunError(f"{path}: {error.strerror or error}; {advice}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into an ``InputError`` that names the file, or ``path`` if it tells none."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error

@@ -16,8 +16,10 @@ from model.checkpoint.layout import cut, on_rank
 from model.checkpoint.manifest import Manifest, read_manifest, shard_name
 from model.checkpoint.names import Binding, bindings, scale_shape, target_scale
 from model.checkpoint.progress import Progress, Silent
-from model.checkpoint.source import FP8, Source, open_source, shortened
+from model.checkpoint.source import FP8, SCALE_DTYPES, WEIGHT_DTYPES, Source, open_source, shortened
 from model.errors import InputError, RunError
+
+ADVICE = "remove the directory and convert again"
 
 
 class VerificationError(RunError):
@@ -56,9 +58,9 @@ def verify(checkpoint: Path, source: Path | None = None, progress: Progress | No
 
 def _matching_source(manifest: Manifest, directory: Path) -> Source:
     source = open_source(directory, manifest.mtp)
-    made_of = manifest.args.replace(
-        dtype=source.args.dtype, scale_fmt=source.args.scale_fmt, n_mtp_layers=source.args.n_mtp_layers
-    )
+    # How weights are stored is compared tensor by tensor, and how long a context may be is the loader's choice.
+    free = ("dtype", "scale_fmt", "n_mtp_layers", "max_seq_len", "max_batch_size")
+    made_of = manifest.args.replace(**{name: getattr(source.args, name) for name in free})
     if source.args != made_of:
         theirs, ours = source.args.to_json(), made_of.to_json()
         raise InputError(
@@ -77,10 +79,10 @@ def _digest_problems(checkpoint: Path, manifest: Manifest, progress: Progress) -
     for file in manifest.files:
         path = checkpoint / file.name
         if not path.is_file():
-            problems.append(f"{path}: is listed in the manifest but missing; convert again")
+            problems.append(f"{path}: is listed in the manifest but missing; {ADVICE}")
             continue
         if path.stat().st_size != file.size:
-            problems.append(f"{path}: expected {file.size} bytes, found {path.stat().st_size}; convert again")
+            problems.append(f"{path}: expected {file.size} bytes, found {path.stat().st_size}; {ADVICE}")
             continue
         digest = hashlib.sha256()
         with path.open("rb") as opened:
@@ -88,7 +90,7 @@ def _digest_problems(checkpoint: Path, manifest: Manifest, progress: Progress) -
                 digest.update(chunk)
                 progress.advance(len(chunk))
         if digest.hexdigest() != file.sha256:
-            problems.append(f"{path}: expected sha256 {file.sha256}, found {digest.hexdigest()}; convert again")
+            problems.append(f"{path}: expected sha256 {file.sha256}, found {digest.hexdigest()}; {ADVICE}")
     return problems
 
 
@@ -121,6 +123,8 @@ def shard_problems(header: FileHeader, args: ModelArgs, mp: int, rank: int, *, m
             elif tensors[name].shape != shape:
                 actual = list(tensors[name].shape)
                 problems.append(f"{header.path}: tensor {name!r} has shape {actual}, expected {list(shape)}")
+            elif tensors[name].dtype not in (WEIGHT_DTYPES if name == binding.target else SCALE_DTYPES):
+                problems.append(f"{header.path}: tensor {name!r} is {tensors[name].dtype}, which no model loads")
     problems += [f"{header.path}: tensor {name!r} belongs to no rule of this model" for name in sorted(rest)]
     return problems
 

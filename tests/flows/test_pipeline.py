@@ -95,7 +95,16 @@ def test_shards_that_fail_their_validation_are_not_published(tiny, tmp_path, mon
     params = PipelineParameters(source=str(tiny), out=tmp_path / "out", mp=2, weights="bf16", dequantize="fused")
     with pytest.raises(Exception, match=r"tensor 'layers.0.attn.wo.weight' differs from source"):
         checkpoint_pipeline(params)
-    assert not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"out.work"}
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_an_output_that_is_taken_is_refused_before_any_work(tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        checkpoint_pipeline(PipelineParameters(source=str(tiny), out=tmp_path / "out", mp=2, weights="bf16"))
+    assert tree_bytes(tmp_path) == {"out/precious.txt": b"mine"}
 
 
 @pytest.mark.parametrize(

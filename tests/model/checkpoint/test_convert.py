@@ -1,6 +1,8 @@
 import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +11,14 @@ from safetensors.torch import load_file
 
 from model.args import ModelArgs
 from model.checkpoint import build
-from model.checkpoint.build import Resources
+from model.checkpoint.build import Resources, work_directory
 from model.checkpoint.convert import convert
+from model.checkpoint.dequantize import dequantize
 from model.checkpoint.manifest import read_manifest
 from model.errors import InputError, RunError
 from tests import official
 from tests.checkpoints import copy_checkpoint, edit_file, edit_json, edit_tensor, file_of, load_tensors, tree_bytes
+from tests.opened_files import counted_open_files
 
 MTP_TENSORS = 2 * (5 + 3 + 3 * 16) + 12
 """5 attention, 3 shared and 48 expert matrices, each with its scales; 4 norms, router, bias and the 6 of MTP."""
@@ -101,26 +105,10 @@ def test_illegal_mp_names_the_legal_ones_and_leaves_nothing(tiny, tmp_path):
 
 
 def test_never_more_than_two_source_files_open_per_worker(tiny, tmp_path, monkeypatch):
-    opened, most = set(), 0
-    really_open, really_close = os.open, os.close
-
-    def counting_open(path, *arguments, **options):
-        nonlocal most
-        descriptor = really_open(path, *arguments, **options)
-        if str(path).startswith(str(tiny)):
-            opened.add(descriptor)
-            most = max(most, len(opened))
-        return descriptor
-
-    def counting_close(descriptor):
-        opened.discard(descriptor)
-        really_close(descriptor)
-
-    monkeypatch.setattr(os, "open", counting_open)
-    monkeypatch.setattr(os, "close", counting_close)
-    convert(tiny, tmp_path / "out", mp=4, weights="bf16", resources=Resources(workers=1))
-    assert most == 2
-    assert not opened
+    with counted_open_files(monkeypatch, tiny) as files:
+        convert(tiny, tmp_path / "out", mp=4, weights="bf16", resources=Resources(workers=1))
+    assert files.most == 2
+    assert not files.now
 
 
 def fail_in(monkeypatch, name: str):
@@ -160,7 +148,7 @@ def test_resume_with_other_options_is_refused(tiny, tmp_path, monkeypatch):
             convert(tiny, tmp_path / "out", mp=2, resources=Resources(workers=1))
     before = tree_bytes(tmp_path)
     for options in ({"mp": 4}, {"mp": 2, "weights": "bf16"}, {"mp": 2, "mtp": "keep"}):
-        with pytest.raises(InputError, match=r"out\.partial: holds unfinished work on another source or with other"):
+        with pytest.raises(InputError, match=r"out\.partial: holds unfinished work that differs in (mp|weights|mtp)"):
             convert(tiny, tmp_path / "out", **options)
     assert tree_bytes(tmp_path) == before
 
@@ -170,7 +158,7 @@ def test_finished_output_is_left_as_it_is(tiny, tmp_path):
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert convert(tiny, tmp_path / "out", mp=2) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
-    with pytest.raises(InputError, match="holds a checkpoint that differs in args, mp, weights"):
+    with pytest.raises(InputError, match="holds a checkpoint that differs in mp, weights, args"):
         convert(tiny, tmp_path / "out", mp=1, weights="bf16")
     (tmp_path / "out" / "model1-mp2.safetensors").unlink()
     with pytest.raises(InputError, match=r"model1-mp2.safetensors: expected \d+ bytes, found None"):
@@ -185,6 +173,64 @@ def test_other_non_empty_output_is_refused(tiny, tmp_path):
     assert tree_bytes(tmp_path) == {"out/precious.txt": b"mine"}
 
 
+def test_an_output_that_no_rename_can_replace_is_refused_first(tiny, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("link", "dangling"):
+        with pytest.raises(InputError, match="is a symbolic link; name the directory itself"):
+            convert(tiny, tmp_path / name, mp=1)
+    with pytest.raises(InputError, match="is a mount point"):
+        convert(tiny, Path("/proc"), mp=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "real"]
+
+
+def test_what_a_killed_run_left_half_written_is_not_published(tiny, tmp_path, monkeypatch):
+    convert(tiny, tmp_path / "whole", mp=2)
+    with monkeypatch.context() as patch:
+        fail_in(patch, "model1-mp2.safetensors")
+        with pytest.raises(RunError, match="on fire"):
+            convert(tiny, tmp_path / "out", mp=2, resources=Resources(workers=1))
+    files = tmp_path / "out.partial" / "files"
+    (files / "tokenizer.json.4711.tmp").write_text("half")
+    (files / "model1-mp2.safetensors.tmp").write_text("half")
+    (files / "model1-mp2.safetensors").write_text("whole, but not noted yet")
+    (tmp_path / "out.partial" / "done" / "model1-mp2.safetensors.json").write_text("")
+    convert(tiny, tmp_path / "out", mp=2)
+    assert tree_bytes(tmp_path / "out") == tree_bytes(tmp_path / "whole")
+
+
+def test_too_small_a_disk_is_told_before_anything_is_hashed_or_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    monkeypatch.setattr("model.checkpoint.convert.source_record", None)  # a call would fail
+    with pytest.raises(RunError, match=r"bytes are needed, 1,000 are free; free some space"):
+        convert(tiny, tmp_path / "out", mp=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sidecar_that_changes_during_the_run_is_noticed(tiny, tmp_path, monkeypatch):
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    really = build.write_bands
+
+    def editing(plan, *arguments):
+        really(plan, *arguments)
+        (source / "tokenizer_config.json").write_text("{}")
+
+    monkeypatch.setattr(build, "write_bands", editing)
+    with pytest.raises(RunError, match=r"tokenizer_config.json: changed during the run"):
+        convert(source, tmp_path / "out", mp=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_kept_by_hand_is_not_passed_off_as_its_origin(tiny, tmp_path):
+    bf16 = tmp_path / "bf16"
+    dequantize(tiny, bf16)
+    edit_json(bf16 / "dequantized.json", source={"repo": "org/tiny", "commit": "c" * 40, "files": []})
+    assert convert(bf16, tmp_path / "as-written", mp=1).source.repo == "org/tiny"
+    edit_tensor(bf16, "model.norm.weight", torch.ones(256, dtype=torch.bfloat16))
+    assert convert(bf16, tmp_path / "edited", mp=1).source.repo is None
+
+
 def test_an_empty_output_directory_is_fine(tiny, tmp_path):
     (tmp_path / "out").mkdir()
     convert(tiny, tmp_path / "out", mp=1)
@@ -192,8 +238,6 @@ def test_an_empty_output_directory_is_fine(tiny, tmp_path):
 
 
 def test_a_second_run_at_once_is_refused(tiny, tmp_path):
-    from model.checkpoint.build import work_directory
-
     with work_directory(tmp_path / "out", {"stage": "another"}):
         with pytest.raises(InputError, match="another run is writing it at this moment"):
             convert(tiny, tmp_path / "out", mp=1)
@@ -253,6 +297,26 @@ BAD_SOURCES = {
     "stray file": (
         lambda source: shutil.copy(source / "model-00002-of-000007.safetensors", source / "other.safetensors"),
         "other.safetensors: is not named by the index",
+    ),
+    "layer taken for an MTP layer": (
+        lambda source: edit_json(source / "config.json", num_hidden_layers=2),
+        "num_hidden_layers = 2 and num_nextn_predict_layers = 1 call for layers up to 2, the files hold layers 2, 3",
+    ),
+    "MTP layer that the config denies": (
+        lambda source: edit_json(source / "config.json", num_nextn_predict_layers=0),
+        "num_nextn_predict_layers = 0 call for layers up to 2, the files hold layers 3",
+    ),
+    "FP8 without quantization_config": (
+        lambda source: edit_json(source / "config.json", quantization_config=...),
+        "config.json: holds no quantization_config, so the blocks of the F8_E4M3 weights are unknown",
+    ),
+    "no index": (
+        lambda source: (source / "model.safetensors.index.json").unlink(),
+        "holds neither model.safetensors.index.json nor model.safetensors; fetch the index again",
+    ),
+    "surrogate in the config": (
+        lambda source: (source / "config.json").write_text('{"model_type": "\\ud800"}'),
+        "config.json: is not valid JSON in UTF-8",
     ),
     "missing expert": (
         lambda source: edit_file(

@@ -16,6 +16,7 @@ from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressRep
 from model.checkpoint.download_record import RECORD_NAME, DownloadedFile, DownloadRecord, read_record
 from model.checkpoint.hub import DamagedFileError, _silent_bar, download, list_files, resolve
 from model.checkpoint.hub_errors import TransientError
+from model.checkpoint.progress import Silent
 from model.errors import InputError, RunError
 from tests.hub_server import INFO, TREE, HubServer, quick_client, read_directory
 
@@ -41,6 +42,13 @@ def hub(server, monkeypatch, tmp_path):
     return server
 
 
+class Told(Silent):
+    """Notes the bytes that a download tells of."""
+
+    def __init__(self, sizes):
+        self.advance = sizes.append
+
+
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -54,7 +62,7 @@ def test_download_brings_every_byte_and_records_it(hub, tmp_path):
     commit = hub.add("org/tiny", TINY)
     assert resolve("org/tiny", endpoint=hub.endpoint) == commit
     sizes = []
-    record = download("org/tiny", commit, tmp_path / "tiny", progress=sizes.append, endpoint=hub.endpoint)
+    record = download("org/tiny", commit, tmp_path / "tiny", progress=Told(sizes), endpoint=hub.endpoint)
     expected = contents(TINY)
     assert contents(tmp_path / "tiny") == expected
     assert [(file.name, file.size, file.sha256) for file in record.files] == [
@@ -113,7 +121,7 @@ def test_dropped_connection_resumes_inside_the_file(hub, tmp_path):
     size = (TINY / SHARD).stat().st_size
     hub.fault(SHARD, drop_after=size // 2)
     sizes = []
-    record = download("org/tiny", commit, tmp_path, progress=sizes.append, endpoint=hub.endpoint)
+    record = download("org/tiny", commit, tmp_path, progress=Told(sizes), endpoint=hub.endpoint)
     assert contents(tmp_path) == contents(TINY)
     first, second = hub.calls(SHARD)
     assert first.range is None
@@ -137,7 +145,7 @@ def test_finished_files_survive_a_break(hub, tmp_path):
     hub.heal()
     hub.clear()
     sizes = []
-    record = download("org/tiny", commit, tmp_path, progress=sizes.append, endpoint=hub.endpoint)
+    record = download("org/tiny", commit, tmp_path, progress=Told(sizes), endpoint=hub.endpoint)
     assert hub.fetched() == set(contents(TINY)) - finished
     assert contents(tmp_path) == contents(TINY)
     assert sum(sizes) == sum(file.size for file in record.files)

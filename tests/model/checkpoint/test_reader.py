@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint.headers import read_header
 from model.checkpoint.reader import MAX_OPEN_FILES, TensorReader
 from model.errors import RunError
+from tests.opened_files import counted_open_files
 
 
 @pytest.fixture
@@ -30,28 +31,12 @@ def test_ranges_equal_the_library_s(three_files):
 
 
 def test_never_more_than_two_open_files(three_files, monkeypatch):
-    opened, most = set(), 0
-    really_open, really_close = os.open, os.close
-
-    def counting_open(path, *arguments, **options):
-        nonlocal most
-        descriptor = really_open(path, *arguments, **options)
-        opened.add(descriptor)
-        most = max(most, len(opened))
-        return descriptor
-
-    def counting_close(descriptor):
-        opened.discard(descriptor)
-        really_close(descriptor)
-
-    monkeypatch.setattr(os, "open", counting_open)
-    monkeypatch.setattr(os, "close", counting_close)
     headers = [read_header(path) for path in three_files]
-    with TensorReader(headers) as reader:
+    with counted_open_files(monkeypatch, three_files[0].parent) as files, TensorReader(headers) as reader:
         for number in (0, 1, 0, 2, 0, 1, 2):
             assert reader.read(headers[number].tensors[f"m{number}"]).shape == (63, 17)
-    assert most == MAX_OPEN_FILES == 2
-    assert not opened
+    assert files.most == MAX_OPEN_FILES == 2
+    assert not files.now
 
 
 def test_a_file_that_changed_is_noticed(three_files):

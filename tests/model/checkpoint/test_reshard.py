@@ -83,7 +83,7 @@ def test_it_resumes_and_repeats_as_convert_does(converted, tmp_path, monkeypatch
         with pytest.raises(RunError, match="on fire"):
             reshard(parent, out, mp=2, resources=Resources(workers=1))
     assert not out.exists()
-    with pytest.raises(InputError, match="holds unfinished work on another source or with other options"):
+    with pytest.raises(InputError, match="holds unfinished work that differs in mp"):
         reshard(parent, out, mp=4)
     first = reshard(parent, out, mp=2)
     assert without_manifest(out) == without_manifest(converted("bf16", 2))

@@ -111,12 +111,18 @@ def test_sidecars_are_files_inside_the_directory_only(tmp_path):
         "config.json",
     ):
         (source / name).write_text("x")
-    (source / "tokens").mkdir()
-    assert [p.name for p in find_sidecars(source)] == [
-        "chat_template.jinja",
-        "tokenization_kimi.py",
-        "tokenizer.json",
-    ]
+    (source / "figures").mkdir()
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("x")
+    assert sorted(path.name for path in find_sidecars(source)) == sorted([*taken, "tools.jinja"])
+    (source / "tokenizer").mkdir()
+    with pytest.raises(InputError, match="'tokenizer' is a directory where a tokenizer's file is expected"):
+        find_sidecars(source)
+    (source / "tokenizer").rmdir()
+    (source / "vocab.json").symlink_to("nowhere")
+    with pytest.raises(InputError, match="'vocab.json' is a link that leads nowhere"):
+        find_sidecars(source)
+    (source / "vocab.json").unlink()
     (tmp_path / "secret").write_text("x")
     (source / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match="'tokenizer_config.json' is a symbolic link to .*secret, outside"):

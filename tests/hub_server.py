@@ -182,14 +182,15 @@ class HubServer:
         headers = {"X-Repo-Commit": commit, "ETag": f'"{blob_id(data)}"', "Accept-Ranges": "bytes"}
         if is_lfs(name):
             headers |= {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
-        start = int(call.range.removeprefix("bytes=").removesuffix("-")) if call.range else 0
+        first, _, last = (call.range or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or len(data)) + 1, len(data))
         if call.range:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        headers["Content-Length"] = str(len(data) - start)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        headers["Content-Length"] = str(end - start)
         if call.method == "HEAD":
             return Response(headers=headers)
         return StreamingResponse(
-            self._body(call, data, start), status_code=206 if call.range else 200, headers=headers
+            self._body(call, data[:end], start), status_code=206 if call.range else 200, headers=headers
         )
 
     def _body(self, call: Call, data: bytes, start: int) -> Iterator[bytes]:

@@ -102,14 +102,8 @@ def test_a_damaged_memory_is_not_believed(tmp_path):
 def test_sidecars_are_files_inside_the_directory_only(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in (
-        "tokenizer.json",
-        "chat_template.jinja",
-        "tokenization_kimi.py",
-        "weights.bin",
-        ".hidden",
-        "config.json",
-    ):
+    taken = ["chat_template.jinja", "tokenization_kimi.py", "tokenizer.json"]
+    for name in (*taken, "weights.bin", ".hidden", "config.json"):
         (source / name).write_text("x")
     (source / "figures").mkdir()
     (source / "additional_chat_templates").mkdir()

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from flows.options import Checkpoint, Downloads, MaxMemory, Mp, Mtp, Out, Revision, Source, Weights, Workers
+from model.conflicts import say_conflict
 from model.errors import ShardflowError
 
 INTERRUPTED = 130
@@ -139,9 +140,7 @@ def verify(
 
 @app.command()
 def adopt(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="A directory of the official converter's shards.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A directory of the official converter's shards.")],
     config: Annotated[Path, typer.Option(help="The official config_*.json, or the source's config.json.")],
 ) -> None:
     """Write the manifest of shards that the official converter made, so that they load here."""
@@ -158,7 +157,7 @@ def generate(context: typer.Context) -> None:
     """Reply to a prompt, to a file of prompts, or at the terminal; starts its own ranks (see generate --help)."""
     from model.generate import main as run
 
-    raise typer.Exit(run(context.args))
+    raise typer.Exit(run(context.args, program="shardflow generate"))
 
 
 @app.command()
@@ -221,6 +220,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Entry point: every problem on a line of its own, and the exit status that belongs to it."""
+    say_conflict()
     try:
         app(prog_name="shardflow")
     except ShardflowError as error:

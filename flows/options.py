@@ -17,9 +17,7 @@ def parse_size(text: str) -> int:
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="A local directory, or a hub id (owner/name).")]
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist, or be finished.")
-]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must not exist, or be finished.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A directory with shards and manifest.json.")]
 Mp = Annotated[int, typer.Option("--mp", min=1, help="Model-parallel size: the number of shards.")]
 Weights = Annotated[

@@ -45,9 +45,7 @@ def checkpoint_pipeline(params: PipelineParameters) -> PipelineResult:
     checkpoint = publish(shards.directory, out)
     warmed = warm_up(out, params.mp, params.warm_up_timeout_s)
     answer = (
-        reply(out, params.mp, params.prompt, params.max_new_tokens, params.warm_up_timeout_s)
-        if params.prompt
-        else None
+        reply(out, params.mp, params.prompt, params.max_new_tokens, params.warm_up_timeout_s) if params.prompt else None
     )
     result = PipelineResult(source=source, checkpoint=checkpoint, validation=validation, warm_up=warmed, reply=answer)
     reports.report_summary(_summary(result))

@@ -29,10 +29,10 @@ from model.topology import Topology
 MODULE = "model.generate"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 done, 1 failed, 2 refused."""
+def main(arguments: Sequence[str] | None = None, program: str = f"python -m {MODULE}") -> int:
+    """Run the command and return its exit status: 0 done, 1 failed, 2 refused. ``program`` is its name in the help."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         sampling = Sampling(
             temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
@@ -44,20 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(MODULE, arguments, options.checkpoint, work, options.device)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Generate replies with a checkpoint.")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Generate replies with a checkpoint.")
     add_model_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
     source.add_argument("--input-file", type=Path, metavar="F", help="a prompt a line, or JSON lines (.jsonl)")
     source.add_argument("--interactive", action="store_true", help="talk at the terminal; /clear, /exit")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="draw from the K likeliest tokens; 0 (default): from all"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of mass P (default 1)"
-    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens; 0 (default): from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of mass P (default 1)")
     parser.add_argument("--seed", type=int, help="makes draws repeatable")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="longest reply (default 256)")
     parser.add_argument("--batch-size", type=positive, default=8, help="prompts at a time (default 8)")

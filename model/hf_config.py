@@ -185,9 +185,7 @@ def _quantization(config: dict[str, Any], problems: list[str]) -> dict[str, Any]
         return {}
     for name, only in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
         if quantization.get(name, only) != only:
-            problems.append(
-                f"quantization_config.{name} = {quantization[name]!r} is not implemented; known: {only!r}"
-            )
+            problems.append(f"quantization_config.{name} = {quantization[name]!r} is not implemented; known: {only!r}")
     if quantization.get("scale_fmt") not in (None, "float", "ue8m0"):
         problems.append(f"quantization_config.scale_fmt = {quantization['scale_fmt']!r} is neither null nor 'ue8m0'")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):

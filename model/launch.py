@@ -30,9 +30,7 @@ GRACE_S = 5.0
 """Seconds that a rank gets to end by itself before it is killed."""
 
 
-def run_command(
-    module: str, arguments: Sequence[str], checkpoint: Path, work: ranks.Work, device: str = "auto"
-) -> int:
+def run_command(module: str, arguments: Sequence[str], checkpoint: Path, work: ranks.Work, device: str = "auto") -> int:
     """Do ``work`` on every rank of ``checkpoint`` and return the exit status: 0 done, 1 failed, 2 refused.
 
     ``module`` with ``arguments`` is the command that a started rank runs; it must come here again. Problems are

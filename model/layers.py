@@ -68,9 +68,7 @@ class ColumnParallelLinear(Linear):
     def __init__(
         self, in_features: int, out_features: int, args: ModelArgs, execution: Execution, *, fp8: bool = True
     ) -> None:
-        super().__init__(
-            in_features, execution.topology.share(out_features, "out_features"), args, execution, fp8=fp8
-        )
+        super().__init__(in_features, execution.topology.share(out_features, "out_features"), args, execution, fp8=fp8)
 
 
 class RowParallelLinear(Linear):

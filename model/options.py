@@ -19,9 +19,7 @@ FP8_CHOICES = {"auto": None, "on": True, "off": False}
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint and how to compute with it."""
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="directory with shards and manifest.json")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are"
-    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are")
     parser.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: float32 on the CPU, else bfloat16)")
     parser.add_argument("--attention", choices=ATTENTION, default="absorbed", help="form of MLA (default absorbed)")
     parser.add_argument(

@@ -43,7 +43,5 @@ def _output_of(module: str, arguments: list[str], mp: int, timeout_s: float) -> 
     if finished.returncode != 0:
         problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
         kind = InputError if finished.returncode == InputError.exit_status else RunError
-        raise kind(
-            problems or [f"{module} ended with status {finished.returncode}: {said[-1] if said else 'no word'}"]
-        )
+        raise kind(problems or [f"{module} ended with status {finished.returncode}: {said[-1] if said else 'no word'}"])
     return finished.stdout or ""

@@ -47,9 +47,7 @@ def dequantize(source: Path, out: Path, resources: Resources) -> DequantizedResu
 
 
 @task(persist_result=False)
-def convert(
-    source: Path, out: Path, mp: int, weights: str | None, mtp: str, resources: Resources
-) -> CheckpointResult:
+def convert(source: Path, out: Path, mp: int, weights: str | None, mtp: str, resources: Resources) -> CheckpointResult:
     """The shards of every rank and their manifest; resumed where a killed run stopped."""
     with StageProgress("convert") as progress:
         manifest = convert_plan(plan_of(source, mp, weights, mtp), out, resources=resources, progress=progress)

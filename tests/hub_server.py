@@ -104,9 +104,7 @@ class HubServer:
 
     # What tests say
 
-    def add(
-        self, repo: str, files: Path | Mapping[str, bytes], *, tag: str | None = None, gated: bool = False
-    ) -> str:
+    def add(self, repo: str, files: Path | Mapping[str, bytes], *, tag: str | None = None, gated: bool = False) -> str:
         """Push a directory (or contents by name) as the next commit of ``repo``'s main branch; returns the commit."""
         contents = dict(files) if isinstance(files, Mapping) else read_directory(files)
         target = self._repos.setdefault(repo, Repo())

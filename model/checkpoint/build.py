@@ -150,9 +150,7 @@ def _lock(path: Path, out: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise InputError(
-                    f"{out}: another run is writing it at this moment; wait for it or stop it"
-                ) from error
+                raise InputError(f"{out}: another run is writing it at this moment; wait for it or stop it") from error
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 raise InputError(f"{out}: another run finished it at this moment; run again")
         yield

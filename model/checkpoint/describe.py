@@ -37,9 +37,7 @@ class PlanSummary:
 
 def describe(plan: Plan) -> PlanSummary:
     """Summarise ``plan``."""
-    files = tuple(
-        PlannedFile(file.name, len(file.targets), len(file.header()) + file.data_size) for file in plan.files
-    )
+    files = tuple(PlannedFile(file.name, len(file.targets), len(file.header()) + file.data_size) for file in plan.files)
     return PlanSummary(
         model_type=str(plan.source.config["model_type"]),
         source_weights=plan.source.weights,

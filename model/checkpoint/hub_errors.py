@@ -60,11 +60,7 @@ def _translated(error: BaseException, where: str) -> InputError | RunError:
             return InputError(f"{where}: {problem}")
     if isinstance(error, HfHubHTTPError):
         return _refused_status(error.response.status_code, where)
-    if (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and not isinstance(error, ConnectionError | TimeoutError)
-    ):
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
         return RunError(f"{error.filename or where}: {os.strerror(error.errno)}; running again resumes the download")
     return TransientError(
         f"{where}: the connection failed ({type(error).__name__}); running again resumes the download"

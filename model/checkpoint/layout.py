@@ -128,9 +128,7 @@ def laid_out(targets: Iterable[Target]) -> tuple[Target, ...]:
     return tuple(sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]))
 
 
-def _cut_target(
-    name: str, stored: Stored, axis: int | None, rank: int, mp: int, scale: Stored | None = None
-) -> Target:
+def _cut_target(name: str, stored: Stored, axis: int | None, rank: int, mp: int, scale: Stored | None = None) -> Target:
     shape = cut(stored.shape(axis), axis, mp)
     if axis is None:
         pieces: tuple[Piece, ...] = (Piece(stored.parts[0]),)

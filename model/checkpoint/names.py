@@ -113,9 +113,7 @@ MOE_RULES = (
         cut=True,
     ),
 )
-EXPERT_RULES = _mlp(
-    f"{L}.mlp.experts.{{expert}}", f"{T}.ffn.experts.{{expert}}", lambda a: a.moe_inter_dim, cut=False
-)
+EXPERT_RULES = _mlp(f"{L}.mlp.experts.{{expert}}", f"{T}.ffn.experts.{{expert}}", lambda a: a.moe_inter_dim, cut=False)
 MTP_RULES = (
     Rule(f"{L}.embed_tokens.weight", f"{T}.embed.weight", lambda a: (a.vocab_size, a.dim), 0),
     Rule(f"{L}.enorm.weight", f"{T}.enorm.weight", lambda a: (a.dim,)),

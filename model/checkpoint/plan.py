@@ -53,9 +53,7 @@ def plan_shards(source: Source, *, mp: int, weights: str | None = None, mtp: str
     if weights == "fp8" and source.weights != "fp8":
         raise InputError(f"{source.directory}: holds no FP8 weights, so it gives only bf16 shards")
     keep_fp8 = weights == "fp8"
-    legal = legal_mp(
-        source.args, source.bindings, {b.source for b in source.bindings if keep_fp8 and source.is_fp8(b)}
-    )
+    legal = legal_mp(source.args, source.bindings, {b.source for b in source.bindings if keep_fp8 and source.is_fp8(b)})
     check_legal(mp, legal, weights)
     if mtp == "keep" and not source.args.n_mtp_layers:
         raise InputError(f"{source.directory}: holds no MTP layers to keep; use --mtp drop")

@@ -66,9 +66,7 @@ class _Shards:
         self._experts_per_rank = manifest.args.n_routed_experts // manifest.mp
         kinds = ("model", "mtp") if manifest.mtp == "keep" else ("model",)
         self._files: dict[str, list[FileHeader]] = {
-            kind: [
-                read_header(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors") for rank in range(manifest.mp)
-            ]
+            kind: [read_header(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors") for rank in range(manifest.mp)]
             for kind in kinds
         }
         self.headers = tuple(header for files in self._files.values() for header in files)

@@ -61,9 +61,7 @@ def _unfit(path: Path) -> str | None:
         return f"{path.name!r} is a link that leads nowhere; fetch the file again"
     if path.is_dir():
         tokenizer = fnmatch.fnmatchcase(path.name, "*token*")
-        return (
-            f"{path.name!r} is a directory where a tokenizer's file is expected; move it away" if tokenizer else None
-        )
+        return f"{path.name!r} is a directory where a tokenizer's file is expected; move it away" if tokenizer else None
     if not path.name.isprintable() or path.name.encode(errors="replace").decode() != path.name:
         return f"{path.name!r} is not a printable UTF-8 name; rename the file"
     return escaping_link(path)

@@ -98,9 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         with reading(path):
             value = json.loads(path.read_bytes())
-        json.dumps(
-            value, ensure_ascii=False
-        ).encode()  # half of a surrogate pair could be read, but not written again
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair could be read, but not written again
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise

@@ -159,9 +159,7 @@ class _Shards(contextlib.ExitStack):
         self.mp, self.experts_per_rank = manifest.mp, manifest.args.n_routed_experts // manifest.mp
         self._files = {
             kind: [
-                self.enter_context(
-                    safe_open(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors", framework="pt")
-                )
+                self.enter_context(safe_open(checkpoint / f"{kind}{rank}-mp{manifest.mp}.safetensors", framework="pt"))
                 for rank in range(manifest.mp)
             ]
             for kind in (("model", "mtp") if manifest.mtp == "keep" else ("model",))

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from flows import cli
-from tests.checkpoints import copy_checkpoint, edit_json, edit_tensor
+from tests.checkpoints import copy_checkpoint, edit_json, edit_tensor, tree_bytes
+from tests.hub_server import HubServer
 
 
 @pytest.fixture
@@ -131,15 +132,34 @@ def test_refusals_have_status_2_and_say_why(shardflow, tiny, tmp_path, arguments
     assert not out.exists()
 
 
-def test_a_token_is_in_no_message(tmp_path):
-    refused = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "plan", "org/none", "--mp", "2"],
-        capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "HF_TOKEN": "hf_secret", "HF_ENDPOINT": "http://127.0.0.1:9"},
-    )  # fmt: skip
-    assert refused.returncode == 1
-    assert "hf_secret" not in refused.stderr + refused.stdout
-    assert "the connection failed" in refused.stderr
+def test_a_token_opens_the_hub_and_is_written_nowhere(tiny, tmp_path):
+    """In a process of its own: huggingface_hub reads its endpoint when it is imported."""
+    with HubServer() as hub:
+        hub.add("org/tiny", tiny, gated=True)
+        environment = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": hub.endpoint, "HOME": str(tmp_path / "home")}
+
+        def run(repo):
+            return subprocess.run(
+                [sys.executable, "-m", "flows.cli", "convert", repo, tmp_path / "out", "--mp", "1"],
+                capture_output=True, text=True, timeout=240, check=False,
+                env={**os.environ, **environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            )  # fmt: skip
+
+        done, refused = run("org/tiny"), run("org/none")
+        assert {call.authorization for call in hub.log if call.name.endswith(".safetensors")} == {"Bearer hf_secret"}
+    assert done.returncode == 0
+    assert refused.returncode == 2
+    assert "no such model repository" in refused.stderr
+    told = [text.encode() for run in (done, refused) for text in (run.stdout, run.stderr)]
+    assert not any(b"hf_secret" in data for data in (*told, *tree_bytes(tmp_path).values()))
+    assert b"org/tiny" in (tmp_path / "out" / "manifest.json").read_bytes()
+
+
+def test_the_other_kernels_distribution_is_named(shardflow, tiny, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.17.0")
+    told = shardflow("plan", tiny, "--mp", "1")
+    assert told.returncode == 0
+    assert "the distribution 'kernels' 0.17.0 is installed beside this project" in told.stderr
 
 
 def test_other_model_types_are_named(shardflow, tiny, tmp_path):

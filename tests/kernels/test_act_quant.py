@@ -109,9 +109,7 @@ def test_refusals_name_the_culprit():
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("M", "K"), [(1, 7168), (3, 1536), (128, 512), (4096, 7168), (16, 16384), (7, 10944), (5, 63)]
-)
+@pytest.mark.parametrize(("M", "K"), [(1, 7168), (3, 1536), (128, 512), (4096, 7168), (16, 16384), (7, 10944), (5, 63)])
 def test_gpu_equals_the_reference_bit_for_bit(M, K, dtype, scale_fmt):
     torch.manual_seed(M + K)
     x = (torch.randn(M, K, device="cuda") * torch.logspace(-5, 3, K, device="cuda")).to(dtype)

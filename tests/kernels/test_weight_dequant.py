@@ -77,9 +77,7 @@ def test_bands_of_any_first_row_make_up_the_matrix():
 
 def test_a_column_slice_and_no_rows():
     w, s = operands(130, 512)
-    assert_same_bits(
-        weight_dequant(w[:, 128:384], s[:, 1:3]), dequantise_by_definition(w, s)[:, 128:384].contiguous()
-    )
+    assert_same_bits(weight_dequant(w[:, 128:384], s[:, 1:3]), dequantise_by_definition(w, s)[:, 128:384].contiguous())
     assert weight_dequant(w[:0], s[:0]).shape == (0, 512)
 
 

@@ -60,9 +60,7 @@ def test_row_parallel_partial_sums_are_added_in_float32():
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_embedding_counts_ids_of_other_ranks_as_zero(rank):
-    embedding = ParallelEmbedding(
-        ModelArgs(vocab_size=12, dim=4), Execution(Lonely(rank, size=4), CPU, torch.float32)
-    )
+    embedding = ParallelEmbedding(ModelArgs(vocab_size=12, dim=4), Execution(Lonely(rank, size=4), CPU, torch.float32))
     table = random(12, 4)
     with torch.no_grad():
         embedding.weight.copy_(table[3 * rank : 3 * rank + 3])

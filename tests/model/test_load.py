@@ -101,8 +101,7 @@ def test_missing_left_over_and_misshapen_tensors_are_named(copied):
     assert set(problems) == {
         f"{shard}: tensor 'norm.weight' [256] is missing; convert again for this config",
         f"{shard}: tensor 'layers.1.ffn.experts.8.w1.weight' [128, 256] is missing; convert again for this config",
-        f"{shard}: tensor 'layers.1.ffn.experts.7.w1.weight' is not part of this model; "
-        "convert again for this config",
+        f"{shard}: tensor 'layers.1.ffn.experts.7.w1.weight' is not part of this model; convert again for this config",
         f"{shard}: tensor 'head.weight' has shape [768, 255], expected [768, 256]; convert again for this config",
         f"{shard}: tensor 'embed.weight' has dtype I8, expected a float or F8_E4M3; convert again",
     }

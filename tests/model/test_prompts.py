@@ -89,9 +89,7 @@ def test_json_lines_hold_prompts_or_messages(tmp_path):
 
 def test_lines_that_cannot_be_used_are_numbered(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        '{"prompt": "good"}\n{"prompt": 1}\n\n[]\n{"messages": []}\n{"messages": [{"role": "user"}]}\n{\n'
-    )
+    file.write_text('{"prompt": "good"}\n{"prompt": 1}\n\n[]\n{"messages": []}\n{"messages": [{"role": "user"}]}\n{\n')
     with pytest.raises(InputError) as caught:
         read_prompts(file)
     assert [problem.split(": ")[0] for problem in caught.value.problems] == [f"{file}:{n}" for n in (2, 4, 5, 6, 7)]

@@ -4,9 +4,11 @@ import pytest
 from safetensors.torch import save_file
 
 from model.checkpoint.adopt import adopt
+from model.checkpoint.convert import convert
 from model.checkpoint.manifest import read_manifest
 from model.checkpoint.verify import verify
 from model.errors import InputError
+from model.generate import main as generate
 from tests import official
 from tests.checkpoints import load_tensors
 
@@ -74,3 +76,21 @@ def test_shards_that_do_not_fit_the_config_are_refused(official_shards):
     with pytest.raises(InputError, match="holds no model<rank>-mp<N>.safetensors files to adopt"):
         adopt(out, config)
     assert not (out / "manifest.json").exists()
+
+
+def test_adopted_shards_answer_as_converted_ones_do(tiny, tmp_path, capsys):
+    tensors = official.dequantised(load_tensors(tiny))
+    adopted = tmp_path / "adopted"
+    adopted.mkdir()
+    save_file(official.shards(tensors, 1, n_experts=16, n_layers=3)[0], adopted / "model0-mp1.safetensors")
+    for path in tiny.glob("*token*"):
+        (adopted / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL_CONFIG))
+    adopt(adopted, tmp_path / "config.json")
+    convert(tiny, tmp_path / "converted", mp=1, weights="bf16")
+    replies = []
+    for checkpoint in (adopted, tmp_path / "converted"):
+        asked = [str(checkpoint), "--prompt", "When shall we three meet again?", "--device", "cpu"]
+        assert generate(asked) == 0
+        replies.append(capsys.readouterr().out)
+    assert replies[0] == replies[1] != "\n"

@@ -31,9 +31,7 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize(
-    ("weights", "mp"), [("bf16", 1), ("bf16", 2), ("bf16", 8), ("fp8", 1), ("fp8", 2), ("fp8", 4)]
-)
+@pytest.mark.parametrize(("weights", "mp"), [("bf16", 1), ("bf16", 2), ("bf16", 8), ("fp8", 1), ("fp8", 2), ("fp8", 4)])
 def test_tensors_are_exactly_the_official_converter_s(tiny, tmp_path, weights, mp):
     convert(tiny, tmp_path / "out", mp=mp, weights=weights)
     source = load_tensors(tiny)
@@ -95,9 +93,7 @@ def test_same_input_gives_the_same_bytes(tiny, tmp_path):
 
 
 def test_illegal_mp_names_the_legal_ones_and_leaves_nothing(tiny, tmp_path):
-    with pytest.raises(
-        InputError, match=r"mp = 8 is not legal for fp8 shards of this checkpoint; legal are 1, 2, 4$"
-    ):
+    with pytest.raises(InputError, match=r"mp = 8 is not legal for fp8 shards of this checkpoint; legal are 1, 2, 4$"):
         convert(tiny, tmp_path / "out", mp=8, weights="fp8")
     with pytest.raises(InputError, match=r"mp = 3 is not legal for bf16 shards .* legal are 1, 2, 4, 8$"):
         convert(tiny, tmp_path / "out", mp=3, weights="bf16")

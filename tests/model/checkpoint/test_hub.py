@@ -381,9 +381,7 @@ def test_failing_xet_storage_is_transient(hub, tmp_path, monkeypatch):
 
     commit = hub.add("org/small", SMALL)
     monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
-    with pytest.raises(
-        TransientError, match=r"^org/small@\w+: (config\.json|model\.safetensors): Xet storage failed"
-    ):
+    with pytest.raises(TransientError, match=r"^org/small@\w+: (config\.json|model\.safetensors): Xet storage failed"):
         download("org/small", commit, tmp_path, endpoint=hub.endpoint)
 
 

@@ -108,9 +108,7 @@ def test_without_a_source_digests_names_and_shapes_still_tell(shards, tmp_path):
         verify(changed)
     lacking = copy_checkpoint(shards / "bf16", tmp_path / "lacking")
     tamper(lacking, "model1-mp2.safetensors", lambda tensors: tensors.pop("layers.2.attn.wo.weight"))
-    with pytest.raises(
-        VerificationError, match="model1-mp2.safetensors: tensor 'layers.2.attn.wo.weight' is missing"
-    ):
+    with pytest.raises(VerificationError, match="model1-mp2.safetensors: tensor 'layers.2.attn.wo.weight' is missing"):
         verify(lacking)
     foreign = copy_checkpoint(shards / "bf16", tmp_path / "foreign")
     tamper(foreign, "model1-mp2.safetensors", lambda tensors: tensors.update(extra=torch.ones(1)))

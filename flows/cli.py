@@ -5,6 +5,7 @@ Results go to standard output, everything else to standard error. Exit status: 0
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 
-from flows.options import Checkpoint, Downloads, MaxMemory, Mp, Mtp, Out, Revision, Source, Weights, Workers
+from flows.options import Checkpoint, Downloads, MaxMemory, Mp, Mtp, Out, Revision, Source, Weights, Workers, parse_size
 from model.conflicts import say_conflict
 from model.errors import ShardflowError
 
@@ -35,6 +37,10 @@ def plan(
     weights: Weights = None,
     mtp: Mtp = "drop",
     revision: Revision = None,
+    out: Annotated[Path, typer.Option(help="Where the shards would go, for the free space.")] = Path(),
+    gpu_memory: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Memory of one GPU, for the verdict.")
+    ] = "80GB",  # type: ignore[assignment]
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a source and say what a conversion would write, from headers alone."""
@@ -44,11 +50,15 @@ def plan(
     from tasks.terminal import show_plan
 
     with _headers(source, revision) as directory:
-        summary = describe(plan_shards(open_source(directory, mtp), mp=mp, weights=weights, mtp=mtp))
+        planned = plan_shards(open_source(directory, mtp), mp=mp, weights=weights, mtp=mtp)
+        summary = describe(planned, gpu_memory)
+    free = shutil.disk_usage(next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())).free
     if as_json:
-        print(json.dumps(summary.to_json(), indent=2))
+        print(json.dumps(summary.to_json() | {"disk_free": free}, indent=2))
     else:
         show_plan(summary, Console(highlight=False))
+        enough = "enough" if free >= summary.output_size else "too little"
+        print(f"disk: {decimal(summary.output_size)} needed at {out}, {decimal(free)} free: {enough}")
 
 
 @app.command()

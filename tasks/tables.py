@@ -18,13 +18,25 @@ def plan_rows(summary: PlanSummary) -> Rows:
 
 def plan_facts(summary: PlanSummary) -> list[str]:
     """The plan in a few sentences."""
-    legal = ", ".join(map(str, summary.legal_mp))
-    facts = [
+    footprint = summary.footprint
+    return [
         f"{summary.model_type}: {decimal(summary.source_size)} of {summary.source_weights} weights become "
-        f"{decimal(summary.output_size)} of {summary.weights} shards at mp {summary.mp} (legal: {legal})",
+        f"{decimal(summary.output_size)} of {summary.weights} shards at mp {summary.mp}",
+        f"legal mp: {', '.join(map(str, summary.legal_mp))}",
+        *(f"left out by rule {r.rule}: {r.tensors:,} tensors, {r.reason}" for r in summary.dropped),
+        f"each GPU: {decimal(footprint.weights)} of weights, "
+        f"{decimal(footprint.cache_per_1000_tokens)} of cache for 1,000 tokens",
+        f"GPU of {decimal(footprint.gpu_memory)}: {_verdict(summary)}",
     ]
-    facts += [f"left out by rule {rule.rule}: {rule.tensors} tensors, {rule.reason}" for rule in summary.dropped]
-    return facts
+
+
+def _verdict(summary: PlanSummary) -> str:
+    footprint = summary.footprint
+    if footprint.fits:
+        return f"fits, with room for {footprint.cache_tokens:,} tokens of cache"
+    if footprint.smallest_mp is None:
+        return f"does not fit at any legal mp; {'FP8 shards or ' if summary.weights == 'bf16' else ''}a larger GPU may"
+    return f"does not fit; the smallest legal mp that does is {footprint.smallest_mp}"
 
 
 def shard_rows(manifest: Manifest) -> Rows:

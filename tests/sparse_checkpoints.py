@@ -5,7 +5,7 @@ are written out from the papers' numbers, so that the table is checked against s
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ class Family:
     fp8: bool = False
     mtp: bool = False
     inv_freq: bool = False
+    block: int = 128
     file_pattern: str = "model-{number:05d}-of-{files:06d}.safetensors"
     sidecars: tuple[str, ...] = field(default=("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
 
 
-def _config(model_type: str, **fields: Any) -> dict[str, Any]:
+def released_config(model_type: str, **fields: Any) -> dict[str, Any]:
     common = {
         "architectures": ["DeepseekV2ForCausalLM" if model_type == "deepseek_v2" else "DeepseekV3ForCausalLM"],
         "model_type": model_type, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
@@ -56,7 +57,7 @@ V2_SIZES: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {
     "V2-Lite": Family(
-        _config(
+        released_config(
             "deepseek_v2", **V2_SIZES, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
             num_hidden_layers=27, num_attention_heads=16, n_routed_experts=64, n_group=1, topk_group=1,
             topk_method="greedy", routed_scaling_factor=1.0, q_lora_rank=None,
@@ -65,7 +66,7 @@ FAMILIES: dict[str, Family] = {
         files=4,
     ),
     "V2": Family(
-        _config(
+        released_config(
             "deepseek_v2", **V2_SIZES, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
             num_hidden_layers=60, num_attention_heads=128, n_routed_experts=160, n_group=8, topk_group=3,
             topk_method="group_limited_greedy", routed_scaling_factor=16.0, q_lora_rank=1536,
@@ -73,13 +74,13 @@ FAMILIES: dict[str, Family] = {
         ),
         files=55,
     ),
-    "V3": Family(_config("deepseek_v3", **V3_SIZES, quantization_config=FP8), files=163, fp8=True, mtp=True),
+    "V3": Family(released_config("deepseek_v3", **V3_SIZES, quantization_config=FP8), files=163, fp8=True, mtp=True),
     "V3.1": Family(
-        _config("deepseek_v3", **V3_SIZES, quantization_config=FP8 | {"scale_fmt": "ue8m0"}),
+        released_config("deepseek_v3", **V3_SIZES, quantization_config=FP8 | {"scale_fmt": "ue8m0"}),
         files=163, fp8=True, mtp=True,
     ),
     "Kimi-K2": Family(
-        _config(
+        released_config(
             "kimi_k2",
             **V3_SIZES
             | {
@@ -94,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         sidecars=("tiktoken.model", "tokenization_kimi.py", "tokenizer_config.json", "generation_config.json"),
     ),
     "Moonlight": Family(
-        _config(
+        released_config(
             "deepseek_v3", vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
             num_hidden_layers=27, first_k_dense_replace=1, num_attention_heads=16, n_routed_experts=64,
             n_shared_experts=2, num_experts_per_tok=6, n_group=1, topk_group=1, topk_method="noaux_tc",
@@ -124,18 +125,20 @@ def _layer(family: Family, layer: int) -> Iterator[Tensor]:
     config = family.config
     dim, heads, rank = config["hidden_size"], config["num_attention_heads"], config["q_lora_rank"]
     yield "input_layernorm.weight", "BF16", (dim,)
+    latent, rope, value = config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
+    key = config["qk_nope_head_dim"] + rope
     if rank is None:
-        yield from _linear(family, "self_attn.q_proj", heads * 192, dim)
+        yield from _linear(family, "self_attn.q_proj", heads * key, dim)
     else:
         yield from _linear(family, "self_attn.q_a_proj", rank, dim)
         yield "self_attn.q_a_layernorm.weight", "BF16", (rank,)
-        yield from _linear(family, "self_attn.q_b_proj", heads * 192, rank)
-    yield from _linear(family, "self_attn.kv_a_proj_with_mqa", 576, dim)
-    yield "self_attn.kv_a_layernorm.weight", "BF16", (512,)
-    yield from _linear(family, "self_attn.kv_b_proj", heads * 256, 512)
-    yield from _linear(family, "self_attn.o_proj", dim, heads * 128)
+        yield from _linear(family, "self_attn.q_b_proj", heads * key, rank)
+    yield from _linear(family, "self_attn.kv_a_proj_with_mqa", latent + rope, dim)
+    yield "self_attn.kv_a_layernorm.weight", "BF16", (latent,)
+    yield from _linear(family, "self_attn.kv_b_proj", heads * (key - rope + value), latent)
+    yield from _linear(family, "self_attn.o_proj", dim, heads * value)
     if family.inv_freq:
-        yield "self_attn.rotary_emb.inv_freq", "F32", (32,)
+        yield "self_attn.rotary_emb.inv_freq", "F32", (rope // 2,)
     yield "post_attention_layernorm.weight", "BF16", (dim,)
     if layer < config["first_k_dense_replace"]:
         yield from _mlp(family, "mlp", config["intermediate_size"])
@@ -165,7 +168,7 @@ def _mlp(family: Family, name: str, width: int) -> Iterator[Tensor]:
 def _linear(family: Family, name: str, rows: int, columns: int) -> Iterator[Tensor]:
     yield f"{name}.weight", "F8_E4M3" if family.fp8 else "BF16", (rows, columns)
     if family.fp8:
-        yield f"{name}.weight_scale_inv", "F32", (-(-rows // 128), -(-columns // 128))
+        yield f"{name}.weight_scale_inv", "F32", (-(-rows // family.block), -(-columns // family.block))
 
 
 def size(dtype: str, shape: tuple[int, ...]) -> int:
@@ -177,6 +180,11 @@ def size(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def write_sparse(family: Family, directory: Path) -> Path:
+    """Write the checkpoint without its data: every file is its header and a hole."""
+    return write_checkpoint(family, directory, _write_header)
+
+
+def write_checkpoint(family: Family, directory: Path, write_file: Callable[[Path, list[Tensor]], None]) -> Path:
     """Write the checkpoint: files of about equal size in the released naming, index, config, empty sidecars."""
     directory.mkdir(parents=True)
     everything = list(tensors(family))
@@ -189,7 +197,7 @@ def write_sparse(family: Family, directory: Path) -> Path:
         position += size(tensor[1], tensor[2])
     for number, part in enumerate(parts, start=1):
         name = family.file_pattern.format(number=number, files=family.files)
-        _write_header(directory / name, part)
+        write_file(directory / name, part)
         weight_map |= dict.fromkeys((tensor[0] for tensor in part), name)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (directory / "config.json").write_text(json.dumps(family.config))

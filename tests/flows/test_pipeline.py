@@ -46,7 +46,7 @@ def test_from_a_directory_to_a_reply(tiny, tmp_path, expected):
         (file["name"], file["size"], file["sha256"]) for file in manifest["files"]
     ]
     assert "139 source tensors" in artifacts("validation")[0]["data"]
-    assert "legal: 1, 2, 4, 8" in artifacts("plan")[0]["description"]
+    assert "legal mp: 1, 2, 4, 8" in artifacts("plan")[0]["description"]
     assert result.reply.splitlines()[0] in artifacts("reply")[0]["data"]
     assert str(tmp_path / "out") in artifacts("summary")[0]["data"]
     assert artifacts("convert-progress")[0]["data"] == 100.0

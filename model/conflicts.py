@@ -1,5 +1,6 @@
 """A distribution that must not be installed beside this project, and a clear word where it is."""
 
+import functools
 import importlib.metadata
 import sys
 
@@ -19,7 +20,8 @@ def conflict() -> str | None:
     )
 
 
+@functools.cache
 def say_conflict() -> None:
-    """Tell it on standard error."""
+    """Tell it on standard error, once: ``shardflow generate`` comes here, and so does ``model.generate``."""
     if problem := conflict():
         print(f"warning: {problem}", file=sys.stderr)

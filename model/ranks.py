@@ -6,11 +6,13 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ PARENT = "SHARDFLOW_PARENT"
 NO_LIMIT = timedelta(days=365)
 """Timeout of the control group: ranks may wait there while a person thinks."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a command ended by Ctrl-C."""
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -42,6 +47,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def first_without_launcher() -> bool:
+    """Whether this rank speaks for all ranks where no process of this project has spoken before them (torchrun)."""
+    return os.environ["RANK"] == "0" and PARENT not in os.environ
+
+
 def own_environment(mp: int, meeting: Path) -> dict[str, str]:
     """What the ranks that this process starts must know, besides their own numbers."""
     return {
@@ -52,13 +62,58 @@ def own_environment(mp: int, meeting: Path) -> dict[str, str]:
     }
 
 
-def run_rank(module: str, arguments: Sequence[str], checkpoint: Path, work: Work, device: str) -> int:
-    """Join the other ranks and do ``work``; the exit status of this rank. Used by ``launch.run_command``."""
+def run_rank(module: str, arguments: Sequence[str], checkpoint: Path, work: Work, device: str) -> NoReturn:
+    """Join the other ranks, do ``work`` and end this process. Used by ``launch.run_command``.
+
+    The exit status is that of ``work``'s error or ``SystemExit``, 130 after Ctrl-C, 1 after a traceback, else 0.
+    """
     end_with_parent()
-    first = os.environ["RANK"] == "0"
-    if not first:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # rank 0 alone has a terminal to leave in order
+    try:
+        _expect_interrupts()
+        status = _status_of(module, arguments, checkpoint, work, device)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if ended.code is not None and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with ``status`` as soon as what it said is written.
+
+    The interpreter would take itself apart first. Threads of a process group that is still alive then, since a
+    traceback, a cycle or an interrupted collective holds it, abort the process, and its status would be SIGABRT.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it any more
+            status = status or 1
+    os._exit(status)
+
+
+def _expect_interrupts() -> None:
+    """Lift the block that ``launch.start_ranks`` put on Ctrl-C, where it is not ignored as in a script's background.
+
+    Rank 0 alone has a terminal to leave in order, which a second signal must not disturb: the terminal sends one to
+    every rank, and the launcher sends one on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_once if os.environ["RANK"] == "0" else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _interrupt_once(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _status_of(module: str, arguments: Sequence[str], checkpoint: Path, work: Work, device: str) -> int:
     try:
         manifest = read_manifest(checkpoint)
         world_size = int(os.environ["WORLD_SIZE"])
@@ -147,7 +202,8 @@ def agree(topology: Topology, action: Callable[[], Result]) -> Result:
     try:
         result = action()
     except ShardflowError as caught:
-        error = caught
+        # Its traceback holds this frame, which holds it: in that cycle the topology would outlive its context.
+        error = caught.with_traceback(None)
     errors = [found for found in topology.all_gather_object(error) if isinstance(found, ShardflowError)]
     if errors:
         kind = InputError if all(isinstance(found, InputError) for found in errors) else RunError

@@ -34,7 +34,8 @@ def reply(checkpoint: Path, mp: int, prompt: str, max_new_tokens: int, timeout_s
 def _output_of(module: str, arguments: list[str], mp: int, timeout_s: float) -> str:
     """Standard output of the ranks; what they say on standard error goes to the run's log.
 
-    Raises ``InputError`` or ``RunError`` with the ranks' own ``error:`` lines where they end with status 2 or 1.
+    Raises ``InputError`` or ``RunError`` with the ranks' own ``error:`` lines where they end with status 2 or 1, and
+    ``start_ranks``'s own ``RunError``, which holds their last words, where a signal or the time limit ends them.
     """
     finished = start_ranks(module, arguments, mp, timeout=timeout_s, capture=True)
     said = [line for line in (finished.stderr or "").splitlines() if line.strip()]

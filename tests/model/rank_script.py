@@ -1,12 +1,14 @@
 """A rank without a model, for the tests of the launch: ``python -m tests.model.rank_script WHAT [FOLDER]``."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from model import ranks
+from model import launch, ranks
 from model.errors import InputError
 
 
@@ -25,19 +27,39 @@ def refuse_on_the_last(folder: Path) -> None:
 def die(folder: Path) -> None:
     """Rank 1 is killed as the kernel kills for memory, while the others would go on for long."""
     if os.environ["RANK"] == "1":
+        print("on the brink", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def die_strangely(folder: Path) -> None:
+    """By a real-time signal, which has no name."""
+    os.kill(os.getpid(), 40)
 
 
 def linger(folder: Path) -> None:
     """Leave the process id in ``folder`` and stay."""
     ranks.end_with_parent()
     (folder / f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+    print("still here", file=sys.stderr, flush=True)
     time.sleep(60)
 
 
 def disagree(folder: Path) -> None:
-    """Ranks 1 and 2 find problems, one of them the same."""
+    """Ranks 1 and 2 find problems, one of them the same. Each leaves in ``folder`` how many gloo threads remain."""
+    gc.disable()  # what a cycle holds is to stay
+    status: object = None
+    try:
+        _disagree()
+    except SystemExit as ended:
+        status = ended.code
+    (folder / f"rank{os.environ['RANK']}").write_text(str(gloo_threads()))
+    while len(list(folder.glob("rank*"))) < 3:  # the first to end has the others ended
+        time.sleep(0.01)
+    sys.exit(status)
+
+
+def _disagree() -> None:
     import torch
 
     def action() -> None:
@@ -47,9 +69,29 @@ def disagree(folder: Path) -> None:
 
     with ranks.join(3, torch.device("cpu")) as topology:
         assert topology.all_gather_object(topology.rank) == [0, 1, 2]
+        assert gloo_threads() > 0
         assert topology.broadcast_object({"from": topology.rank}) == {"from": 0}
         ranks.agree(topology, action)
         print("not reached")
+
+
+def gloo_threads() -> int:
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def work(folder: Path) -> None:
+    """``run_command`` on the checkpoint ``folder``, whose work ends as ``ENDING`` says."""
+    atexit.register(lambda: print("the interpreter was taken apart"))
+
+    def end(manifest, topology, device) -> None:
+        topology.all_gather_object(None)
+        print("worked", end="")
+        if topology.rank == 0:
+            exec(os.environ["ENDING"])
+        elif "raise" in os.environ["ENDING"]:
+            time.sleep(60)
+
+    sys.exit(launch.run_command(__spec__.name, sys.argv[1:], folder, end, "cpu"))
 
 
 if __name__ == "__main__":

@@ -119,18 +119,25 @@ def test_history_is_part_of_the_next_prompt(shards, capsys, monkeypatch, oracle_
     assert next(lines) == "never read"
 
 
-def test_ctrl_c_ends_a_conversation_without_a_word(shards):
+@pytest.mark.parametrize(
+    ("send", "number", "status"),
+    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
+    ids=["Ctrl-C at the terminal", "Ctrl-C for the launcher alone", "SIGTERM for the launcher alone"],
+)
+def test_a_signal_ends_a_conversation_without_a_word(shards, tmp_path, send, number, status):
     command = [sys.executable, "-m", "model.generate", str(shards("tiny-v3", 2)), "--interactive", *BREVITY]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
     assert os.read(process.stdout.fileno(), 100) == b">>> "
-    os.killpg(process.pid, signal.SIGINT)
+    send(process.pid, number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert b"Traceback" not in stderr
+    assert not list(tmp_path.glob("shardflow-*"))
     deadline = time.monotonic() + 20
     while any_left(process.pid):
-        assert time.monotonic() < deadline, "a rank outlived Ctrl-C"
+        assert time.monotonic() < deadline, "a rank outlived the signal"
         time.sleep(0.05)
 
 

@@ -1,10 +1,15 @@
+import os
+from pathlib import Path
+
 import pytest
 from prefect import flow
 
 from model.checkpoint.convert import convert
 from model.errors import InputError, RunError
-from tasks.launches import reply, warm_up
+from tasks.launches import _output_of, reply, warm_up
 from tests.checkpoints import copy_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 
 @flow
@@ -15,6 +20,11 @@ def warmed(checkpoint, mp, timeout_s):
 @flow
 def answered(checkpoint, mp, prompt):
     return reply(checkpoint, mp, prompt, 4, 120)
+
+
+@flow
+def said_by(module, arguments, mp, timeout_s):
+    return _output_of(module, arguments, mp, timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +52,13 @@ def test_a_wrong_number_of_ranks_is_refused(checkpoint):
 def test_the_time_limit_is_hard(checkpoint):
     with pytest.raises(RunError, match=r"the 2 ranks were not done after 0.2 s"):
         warmed(checkpoint, 2, 0.2)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_killed_rank_s_last_words_reach_the_flow(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    with pytest.raises(RunError, match=r"(?s)rank 1 of 2 was ended by SIGKILL.*the ranks' last words: on the brink"):
+        said_by("tests.model.rank_script", ["die"], 2, 120)
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -195,8 +195,9 @@ def write_checkpoint(family: Family, directory: Path, write_file: Callable[[Path
     for tensor in everything:
         parts[min(int(position / share), family.files - 1)].append(tensor)
         position += size(tensor[1], tensor[2])
+    parts = [part for part in parts if part]
     for number, part in enumerate(parts, start=1):
-        name = family.file_pattern.format(number=number, files=family.files)
+        name = family.file_pattern.format(number=number, files=len(parts))
         write_file(directory / name, part)
         weight_map |= dict.fromkeys((tensor[0] for tensor in part), name)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -14,9 +14,10 @@ from model.checkpoint.writer import ShardWriter
 BAND_BYTES = 8 << 20
 """Source bytes of one band: large enough for the storage, small enough to stay near the processor's caches."""
 
-COPY_FACTOR = 2
+COPY_FACTOR = 3
 DEQUANTIZE_FACTOR = 12
-"""Memory that a band needs for each of its source bytes: read and joined; codes, values, products, BF16 result."""
+"""Memory that a band needs for each of its source bytes while the one before it is still held: read and joined, or
+codes, values, products and BF16 result."""
 
 
 def write_bands(

@@ -26,6 +26,7 @@ from model.checkpoint.digest import remember
 from model.checkpoint.headers import FileHeader
 from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import FileRecord
+from model.checkpoint.memory import band_memory, return_freed_memory
 from model.checkpoint.progress import Progress
 from model.checkpoint.reader import TensorReader, check_unchanged
 from model.checkpoint.source import read_json
@@ -181,7 +182,8 @@ def build_files(
         progress.advance(size)
 
     workers = min(resources.workers, len(remaining)) or 1
-    memory = resources.max_memory // workers
+    memory = band_memory(resources.max_memory, workers, plans)
+    return_freed_memory()
     with ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(_build_file, plan, inputs, partial, memory, advance): plan for plan in remaining}
         try:

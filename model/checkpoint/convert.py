@@ -18,6 +18,7 @@ from model.checkpoint.manifest import (
 )
 from model.checkpoint.plan import Plan, plan_shards
 from model.checkpoint.progress import Progress, Silent
+from model.checkpoint.scales import check_scales
 from model.checkpoint.sidecars import (
     BESIDE_SHARDS,
     copy_sidecars,
@@ -67,6 +68,7 @@ def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progr
         return finished_checkpoint(out, identity | _source_identity(source_record(plan.source, progress)))
     sidecars = find_sidecars(plan.source.directory, BESIDE_SHARDS)
     check_ready(out, plan.files, identity)
+    check_scales(plan.source)
     record = source_record(plan.source, progress)
     inputs = Inputs(plan.source.headers, plan.args.block_size)
     with work_directory(out, identity | _source_identity(record)) as partial:

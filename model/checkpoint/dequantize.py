@@ -17,6 +17,7 @@ from model.checkpoint.manifest import (
 )
 from model.checkpoint.plan import DroppedRule, dropped_rules, plan_dequantized
 from model.checkpoint.progress import Progress, Silent
+from model.checkpoint.scales import check_scales
 from model.checkpoint.sidecars import copy_sidecars, find_sidecars, source_record, write_sidecar, written_config
 from model.checkpoint.source import INDEX, open_source, read_json
 from model.checkpoint.storage import json_bytes, write_atomically
@@ -51,6 +52,7 @@ def dequantize(
         return _finished(out, source_record(opened, progress))
     sidecars = find_sidecars(source)
     check_ready(out, plans, identity)
+    check_scales(opened)
     record = source_record(opened, progress)
     identity["source"] = dataclasses.asdict(record)
     inputs = Inputs(opened.headers, opened.args.block_size)

@@ -112,12 +112,11 @@ def plan_dequantized(source: Source) -> tuple[FilePlan, ...]:
     if source.weights != "fp8":
         raise InputError(f"{source.directory}: holds no FP8 weights: there is nothing to dequantise")
     files = []
-    wanted = {binding.source for binding in source.bindings}
     for header in source.headers:
         targets = [
             Target(name, "BF16" if scale else tensor.dtype, tensor.shape, (Piece(tensor),), scale=scale)
             for name, tensor in in_file_order(header)
-            if name in wanted
+            if name in source.weight_names
             for scale in (source.scale(name),)
         ]
         if targets:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,6 +51,11 @@ class Source:
     tensors: dict[str, TensorInfo]
     bindings: tuple[Binding, ...]
     dropped: tuple[tuple[Drop, tuple[TensorInfo, ...]], ...]
+
+    @cached_property
+    def weight_names(self) -> frozenset[str]:
+        """Source names of all bound tensors, scales aside."""
+        return frozenset(binding.source for binding in self.bindings)
 
     @property
     def weights(self) -> str:

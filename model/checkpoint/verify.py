@@ -16,6 +16,7 @@ from model.checkpoint.layout import cut, on_rank
 from model.checkpoint.manifest import Manifest, read_manifest, shard_name
 from model.checkpoint.names import Binding, bindings, scale_shape, target_scale
 from model.checkpoint.progress import Progress, Silent
+from model.checkpoint.scales import nan_codes
 from model.checkpoint.source import FP8, SCALE_DTYPES, WEIGHT_DTYPES, Source, open_source, shortened
 from model.errors import InputError, RunError
 
@@ -136,9 +137,11 @@ def _compare(checkpoint: Path, manifest: Manifest, source: Source, progress: Pro
     with _Shards(checkpoint, manifest) as shards:
         for binding in source.bindings:
             weight, scale = source.tensors[binding.source], source.scale(binding.source)
-            pairs = [(binding.target, _original(weight))]
+            original = _original(weight)
+            problems += _nan_problems(weight, original)
+            pairs = [(binding.target, original)]
             if scale and manifest.weights == "bf16":
-                pairs = [(binding.target, _dequantized(pairs[0][1], _original(scale), source.args.block_size))]
+                pairs = [(binding.target, _dequantized(original, _original(scale), source.args.block_size))]
             elif scale:
                 pairs.append((target_scale(binding.target), _original(scale)))
             for name, expected in pairs:
@@ -180,6 +183,19 @@ class _Shards(contextlib.ExitStack):
             yield f"{kind}0…{self.mp - 1}-mp{self.mp}.safetensors" if self.mp > 1 else shard_name(0, 1), parts
 
 
+def _nan_problems(weight: TensorInfo, values: torch.Tensor) -> list[str]:
+    """Shards may equal their source bit for bit and still be worthless: a NaN weight makes every reply NaN."""
+    if weight.dtype == FP8:
+        count, first = nan_codes(values)
+    else:
+        nan = values.isnan()
+        count = int(nan.sum())
+        first = [int(index) for index in nan.nonzero()[0]] if count else []
+    if not count:
+        return []
+    return [f"{weight.file}: source tensor {weight.name!r} holds {count} NaN, first at {first}; fetch the file again"]
+
+
 def _original(tensor: TensorInfo) -> torch.Tensor:
     """The source tensor's values as stored, through the safetensors library."""
     with safe_open(tensor.file, framework="pt") as file:
@@ -190,6 +206,8 @@ def _original(tensor: TensorInfo) -> torch.Tensor:
 def _dequantized(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """float32(code) * scale, rounded once to BF16: by torch's own FP8 conversion and a full-size scale matrix."""
     rows, columns = codes.shape
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale = torch.exp2(scale.view(torch.uint8).double() - 127)
     full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (codes.float() * full).bfloat16()
 

@@ -15,7 +15,10 @@ from model.checkpoint.build import Resources, work_directory
 from model.checkpoint.convert import convert
 from model.checkpoint.dequantize import dequantize
 from model.checkpoint.manifest import read_manifest
+from model.checkpoint.verify import verify
 from model.errors import InputError, RunError
+from model.load import load_model
+from model.topology import Topology
 from tests import official
 from tests.checkpoints import copy_checkpoint, edit_file, edit_json, edit_tensor, file_of, load_tensors, tree_bytes
 from tests.opened_files import counted_open_files
@@ -273,7 +276,118 @@ def test_an_official_loader_gets_its_arguments(tmp_path):
     assert ModelArgs.from_official(official_fields) == ModelArgs()
 
 
+def rewrite_header(path, change):
+    """Change the parsed header of a file, its data untouched."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+def shifted(header):
+    first = next(name for name in header if name != "__metadata__")
+    header[first]["data_offsets"] = [offset + 8 for offset in header[first]["data_offsets"]]
+
+
+def duplicate_tensor(source):
+    tensor = load_tensors(source)["model.norm.weight"]
+    edit_file(source / "model-00001-of-000007.safetensors", {"model.norm.weight": tensor}, index=False)
+
+
+def remove_layer(source):
+    for name in list(load_tensors(source)):
+        if name.startswith("model.layers.2."):
+            edit_tensor(source, name, None)
+    named = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"].values()
+    for path in source.glob("*.safetensors"):
+        if path.name not in named:
+            path.unlink()
+
+
+def as_e8m0(tensor):
+    return (tensor.log2().round() + 127).to(torch.uint8)
+
+
+O_PROJ_SCALE = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+SECOND_FILE = "model-00002-of-000007.safetensors"
+
 BAD_SOURCES = {
+    "LFS pointer": (
+        lambda source: (source / SECOND_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        f"{SECOND_FILE}: is a Git LFS pointer, not the file itself",
+    ),
+    "header beyond the file": (
+        lambda source: (source / SECOND_FILE).write_bytes((1 << 33).to_bytes(8, "little") + b"{}"),
+        f"{SECOND_FILE}: states a header of 8589934592 bytes in a file of 10",
+    ),
+    "overlapping offsets": (
+        lambda source: rewrite_header(source / SECOND_FILE, shifted),
+        f"{SECOND_FILE}: tensor ",
+    ),
+    "index that is no JSON": (
+        lambda source: (source / "model.safetensors.index.json").write_text("{nonsense"),
+        "model.safetensors.index.json: is not valid JSON",
+    ),
+    "tensor in two files": (
+        duplicate_tensor,
+        "tensor 'model.norm.weight' is also in model-00001-of-000007.safetensors",
+    ),
+    "index naming a missing tensor": (
+        lambda source: edit_json(
+            source / "model.safetensors.index.json",
+            weight_map=json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+            | {"model.extra.weight": SECOND_FILE},
+        ),
+        f"{SECOND_FILE}: the index places tensor 'model.extra.weight' here, but no file holds it",
+    ),
+    "absolute path": (
+        lambda source: edit_json(source / "model.safetensors.index.json", weight_map={"a": "/etc/passwd"}),
+        "file name '/etc/passwd' is not a plain name inside the checkpoint's directory",
+    ),
+    "link out of the directory": (
+        lambda source: (
+            (source / SECOND_FILE).rename(source.parent / "elsewhere"),
+            (source / SECOND_FILE).symlink_to(source.parent / "elsewhere"),
+        ),
+        f"file '{SECOND_FILE}' is a symbolic link to ",
+    ),
+    "tokenizer directory": (
+        lambda source: (source / "tokenizer").mkdir(),
+        "'tokenizer' is a directory where a tokenizer's file is expected",
+    ),
+    "transposed scale grid": (
+        lambda source: edit_tensor(source, O_PROJ_SCALE, torch.ones(4, 2)),
+        f"scale '{O_PROJ_SCALE}' has shape [4, 2], expected [2, 4]",
+    ),
+    "oversized scale grid": (
+        lambda source: edit_tensor(source, O_PROJ_SCALE, torch.ones(3, 4)),
+        f"scale '{O_PROJ_SCALE}' has shape [3, 4], expected [2, 4]",
+    ),
+    "uint8 weights": (
+        lambda source: edit_tensor(
+            source, "model.layers.1.self_attn.o_proj.weight", torch.zeros(256, 512, dtype=torch.uint8)
+        ),
+        "tensor 'model.layers.1.self_attn.o_proj.weight' is U8; readable are",
+    ),
+    "byte scales without ue8m0": (
+        lambda source: edit_tensor(source, O_PROJ_SCALE, torch.full((2, 4), 127, dtype=torch.uint8)),
+        f"scale '{O_PROJ_SCALE}' is U8, which only quantization_config.scale_fmt 'ue8m0' explains",
+    ),
+    "E8M0 byte 255": (
+        lambda source: edit_tensor(
+            source,
+            O_PROJ_SCALE,
+            torch.tensor([[127] * 4, [127, 127, 255, 127]], dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        ),
+        f"scale '{O_PROJ_SCALE}' is not finite in 1 blocks, first in block [1, 2]: byte 255 (NaN)",
+    ),
+    "infinite scale": (
+        lambda source: edit_tensor(source, O_PROJ_SCALE, torch.full((2, 4), torch.inf)),
+        f"scale '{O_PROJ_SCALE}' is not finite in 8 blocks, first in block [0, 0]: inf",
+    ),
+    "missing layer": (remove_layer, "layer 2: "),
     "missing scale": (
         lambda source: edit_tensor(source, "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv", None),
         "tensor 'model.layers.1.mlp.experts.3.up_proj.weight' is F8_E4M3 but its scale",
@@ -359,4 +473,40 @@ def test_a_bad_source_is_refused_by_name_before_anything_is_written(tiny, tmp_pa
     with pytest.raises(InputError) as caught:
         convert(source, tmp_path / "out", mp=2)
     assert message in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert {path.name for path in tmp_path.iterdir()} - {"elsewhere"} == {"source"}
+
+
+@pytest.mark.parametrize("kind", ["BF16", "E8M0", "U8"])
+def test_scales_of_every_kind_are_read_as_the_numbers_they_stand_for(tiny, tmp_path, kind):
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    scales = {name: tensor for name, tensor in load_tensors(tiny).items() if name.endswith("_scale_inv")}
+    stored, values = {}, {}
+    for name, tensor in scales.items():
+        if kind == "BF16":
+            stored[name] = tensor.bfloat16()
+            values[name] = stored[name].float()
+        else:
+            codes = as_e8m0(tensor)
+            stored[name] = codes if kind == "U8" else codes.view(torch.float8_e8m0fnu)
+            values[name] = torch.exp2(codes.float() - 127)
+    for path in source.glob("*.safetensors"):
+        edit_file(path, {name: stored[name] for name in load_file(path) if name in stored})
+    if kind == "U8":
+        quantization = json.loads((source / "config.json").read_text())["quantization_config"]
+        edit_json(source / "config.json", quantization_config=quantization | {"scale_fmt": "ue8m0"})
+    convert(source, tmp_path / "bf16", mp=2, weights="bf16")
+    expected = official.shards(official.dequantised(load_tensors(tiny) | values), 2, n_experts=16, n_layers=3)
+    for rank in range(2):
+        assert as_bytes(load_file(tmp_path / "bf16" / f"model{rank}-mp2.safetensors")) == as_bytes(expected[rank])
+    assert verify(tmp_path / "bf16", source).source_tensors > 0
+    convert(source, tmp_path / "fp8", mp=2, weights="fp8")
+    kept = official.shards(load_tensors(source), 2, n_experts=16, n_layers=3)
+    for rank in range(2):
+        assert as_bytes(load_file(tmp_path / "fp8" / f"model{rank}-mp2.safetensors")) == as_bytes(kept[rank])
+    assert verify(tmp_path / "fp8", source).source_tensors > 0
+    models = [
+        load_model(tmp_path / weights, read_manifest(tmp_path / weights), Topology(0, 2), torch.device("cpu"))
+        for weights in ("bf16", "fp8")
+    ]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)

@@ -9,7 +9,7 @@ from model.checkpoint.convert import convert
 from model.checkpoint.digest import sha256_of
 from model.checkpoint.verify import VerificationError, verify
 from model.errors import InputError
-from tests.checkpoints import copy_checkpoint, edit_json
+from tests.checkpoints import copy_checkpoint, edit_json, edit_tensor, load_tensors
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +137,17 @@ def test_what_cannot_be_verified_is_refused(tiny, shards, tmp_path):
     edit_json(damaged / "manifest.json", schema=2)
     with pytest.raises(InputError, match="schema 2 is unknown to this version"):
         verify(damaged)
+
+
+def test_nan_codes_of_the_source_are_counted_and_located(tiny, tmp_path):
+    source = copy_checkpoint(tiny, tmp_path / "source")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    codes = load_tensors(tiny)[name].view(torch.uint8).clone()
+    codes[5, 7], codes[100, 9] = 0x7F, 0xFF
+    edit_tensor(source, name, codes.view(torch.float8_e4m3fn))
+    for weights in ("fp8", "bf16"):
+        convert(source, tmp_path / weights, mp=1, weights=weights)
+        with pytest.raises(VerificationError) as caught:
+            verify(tmp_path / weights, source)
+        assert len(caught.value.problems) == 1
+        assert f"source tensor {name!r} holds 2 NaN, first at [5, 7]" in str(caught.value)

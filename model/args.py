@@ -5,6 +5,7 @@ Hugging Face ``config.json``; ``to_official`` gives back what the official loade
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,12 +141,14 @@ def _checked(cls: type[ModelArgs], fields: dict[str, Any], where: str) -> ModelA
         if isinstance(default, bool):
             good = isinstance(value, bool)
         elif isinstance(default, (int, float)):
-            good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
             good = good and (isinstance(default, float) or isinstance(value, int))
+        elif isinstance(default, tuple):
+            good = isinstance(value, (list, tuple))
         else:
             good = True
         if not good:
-            problems.append(f"{where}: {name} = {value!r} is not {_article(default)} of at least 0")
+            problems.append(f"{where}: {name} = {value!r} is not {KINDS[type(default)]}")
     if problems:
         raise InputError(problems)
     if "block_size" in fields:
@@ -157,8 +160,13 @@ def _checked(cls: type[ModelArgs], fields: dict[str, Any], where: str) -> ModelA
     return args
 
 
-def _article(default: object) -> str:
-    return {"bool": "true or false,", "int": "a whole number", "float": "a number"}[type(default).__name__]
+KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number of at least 0",
+    float: "a number of at least 0",
+    tuple: "two positive numbers",
+}
+"""What a field must be whose default is of the type."""
 
 
 def contradictions(args: ModelArgs) -> list[str]:
@@ -195,6 +203,11 @@ def contradictions(args: ModelArgs) -> list[str]:
         (
             not (args.gate_bias and args.n_expert_groups > 1 and experts_per_group < 2),
             "a router bias scores a group by its best two experts, and the groups have one",
+        ),
+        (args.rope_theta > 1, f"rope_theta = {args.rope_theta} is not above 1"),
+        *(
+            (not args.yarn or getattr(args, name) > 0, f"yarn needs {name} = {getattr(args, name)} above 0")
+            for name in ("rope_factor", "beta_fast", "beta_slow", "original_seq_len")
         ),
         (args.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim = {args.qk_rope_head_dim} is odd"),
         (

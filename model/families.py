@@ -8,16 +8,24 @@ from model.errors import InputError
 
 @dataclass(frozen=True)
 class Family:
-    """What an absent field of ``config.json`` means for one ``model_type``."""
+    """What an absent field of ``config.json`` means for one ``model_type``, and which must not be absent.
+
+    The remote code, transformers and the official code each take another value where a ``required`` field is absent,
+    so that a guess might give another model without a word.
+    """
 
     score_func: str
     topk_method: str
+    required: tuple[str, ...] = ()
+
+
+SIGMOID_ROUTING = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
 
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(score_func="softmax", topk_method="greedy"),
-    "deepseek_v3": Family(score_func="sigmoid", topk_method="noaux_tc"),
-    "kimi_k2": Family(score_func="sigmoid", topk_method="noaux_tc"),
+    "deepseek_v3": Family(score_func="sigmoid", topk_method="noaux_tc", required=SIGMOID_ROUTING),
+    "kimi_k2": Family(score_func="sigmoid", topk_method="noaux_tc", required=SIGMOID_ROUTING),
 }
 
 REFUSED: dict[str, str] = {

@@ -95,6 +95,8 @@ def _sizes(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, target in FIELDS.items():
         fields[target] = _number(config, name, problems, whole=True)
+    if "q_lora_rank" not in config:
+        problems.append("q_lora_rank is not stated; state it, or null for a model with one query projection")
     fields["q_lora_rank"] = _number(config, "q_lora_rank", problems, whole=True, default=0)
     fields["n_mtp_layers"] = _number(config, "num_nextn_predict_layers", problems, whole=True, default=0)
     fields["norm_eps"] = _number(config, "rms_norm_eps", problems, default=1e-6)
@@ -102,6 +104,12 @@ def _sizes(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _routing(config: dict[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
+    unstated = [name for name in family.required if config.get(name) is None]
+    problems.extend(
+        f"{name} is not stated, and programs differ in what that means for {config['model_type']}; state it"
+        for name in unstated
+    )
+    config = config | dict.fromkeys(unstated, 1)  # so that each is reported once
     method = config.get("topk_method") or family.topk_method
     score_func = config.get("scoring_func") or family.score_func
     norm = bool(config.get("norm_topk_prob", False))
@@ -117,8 +125,8 @@ def _routing(config: dict[str, Any], family: Family, problems: list[str]) -> dic
         "norm_topk_prob": norm,
         "gate_bias": method == "noaux_tc",
         "route_scale": _number(config, "routed_scaling_factor", problems, default=1.0),
-        "n_expert_groups": _number(config, "n_group", problems, whole=True, default=1) if grouped else 1,
-        "n_limited_groups": _number(config, "topk_group", problems, whole=True, default=1) if grouped else 1,
+        "n_expert_groups": _number(config, "n_group", problems, whole=True) if grouped else 1,
+        "n_limited_groups": _number(config, "topk_group", problems, whole=True) if grouped else 1,
     }
 
 

@@ -3,6 +3,7 @@
 Shapes: B sequences, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = (
-            (self.temperature >= 0, f"temperature {self.temperature} is below 0"),
+            (math.isfinite(self.temperature), f"temperature {self.temperature} is not a finite number"),
+            (not -math.inf < self.temperature < 0, f"temperature {self.temperature} is below 0"),
             (self.top_k >= 0, f"top_k {self.top_k} is below 0; 0 keeps every token"),
             (0 < self.top_p <= 1, f"top_p {self.top_p} is not above 0 and at most 1; 1 keeps every token"),
+            (
+                self.seed is None or -(2**63) <= self.seed < 2**64,
+                f"seed {self.seed} is not within torch's range, -2**63 to 2**64 - 1",
+            ),
         )
         if problems := [problem for holds, problem in rules if not holds]:
             raise InputError(problems)
@@ -49,7 +55,11 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    probabilities = limited(logits / sampling.temperature, sampling.top_k, sampling.top_p).softmax(dim=-1)
+    # Below the likeliest all are negative, so that the tiniest temperature makes them -inf and never NaN. It must
+    # not be 0 as a float32, though.
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = below / max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    probabilities = limited(scaled, sampling.top_k, sampling.top_p).softmax(dim=-1)
     noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
     return (probabilities / noise).argmax(dim=-1)
 

@@ -49,7 +49,14 @@ YARN = PLAIN | {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-V3 = SMALL | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+V3 = SMALL | {
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 V2 = SMALL | {"model_type": "deepseek_v2", "norm_topk_prob": False, "routed_scaling_factor": 1.5}
 
 CASES: dict[str, dict[str, Any]] = {

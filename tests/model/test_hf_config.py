@@ -165,6 +165,65 @@ def test_unknown_or_contradicting_values_name_the_field(change, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "q_lora_rank"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_fields_whose_absence_means_another_thing_to_each_program_must_be_stated(model_type, name):
+    config = V3 | {"model_type": model_type}
+    assert from_hf(config) == V3_ARGS
+    del config[name]
+    with pytest.raises(InputError) as caught:
+        from_hf(config)
+    [problem] = caught.value.problems
+    assert problem.startswith(f"config.json: {name} is not stated")
+
+
+def test_deepseek_v2_without_the_optional_routing_fields():
+    config = json.loads(DeepseekV2Config(num_experts_per_tok=6, topk_method="greedy").to_json_string())
+    assert (config["n_group"], config["topk_group"]) == (None, None)
+    for name in ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "topk_method"):
+        config.pop(name, None)
+    args = from_hf(config)
+    assert (args.norm_topk_prob, args.route_scale, args.n_expert_groups) == (False, 1.0, 1)
+    del config["q_lora_rank"]
+    with pytest.raises(InputError, match="q_lora_rank is not stated"):
+        from_hf(config)
+    with pytest.raises(InputError, match="n_group = None is not a whole number"):
+        from_hf(config | {"topk_method": "group_limited_greedy", "q_lora_rank": None})
+
+
+def test_null_is_a_model_without_low_rank_queries():
+    assert from_hf(V3 | {"q_lora_rank": None}) == V3_ARGS.replace(q_lora_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta = 1.0 is not above 1"),
+        ({"rope_theta": 1.0, "yarn": False}, "rope_theta = 1.0 is not above 1"),
+        ({"rope_factor": 0.0}, "yarn needs rope_factor = 0.0 above 0"),
+        ({"beta_fast": 0.0}, "yarn needs beta_fast = 0.0 above 0"),
+        ({"beta_slow": 0.0}, "yarn needs beta_slow = 0.0 above 0"),
+        ({"original_seq_len": 0}, "yarn needs original_seq_len = 0 above 0"),
+        ({"beta_slow": float("inf")}, "beta_slow = inf is not a number"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan is not a number"),
+        ({"block_size": 128}, "block_size = 128 is not two positive numbers"),
+        ({"block_size": "ab"}, "block_size = 'ab' is not two positive numbers"),
+        ({"block_size": [128]}, "block_size = (128,) is not two positive numbers"),
+        ({"block_size": None}, "block_size = None is not two positive numbers"),
+    ],
+)
+def test_arguments_that_rope_or_the_scales_cannot_take_are_refused(change, message):
+    with pytest.raises(InputError) as caught:
+        ModelArgs.from_json(V3_ARGS.to_json() | change)
+    [problem] = caught.value.problems
+    assert message in problem
+
+
+def test_without_yarn_its_numbers_do_not_matter():
+    args = V3_ARGS.replace(yarn=False, original_seq_len=0, rope_factor=0.0)
+    assert ModelArgs.from_json(args.to_json()) == args
+
+
 def test_every_problem_has_its_line():
     with pytest.raises(InputError) as caught:
         from_hf(V3 | {"hidden_act": "gelu", "vocab_size": -1, "attention_bias": True})

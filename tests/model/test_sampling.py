@@ -76,6 +76,36 @@ def test_a_seed_makes_draws_repeatable_and_none_does_not():
     assert draw(None) != draw(None)
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 1e-45, 5e-324])
+def test_the_tiniest_temperature_is_argmax(temperature, limits):
+    logits = 100 * LOGITS
+    assert drawn(1000, logits, temperature=temperature, **limits).tolist() == [0, 1, 0, 0, 0]
+    assert drawn(1000, -logits, temperature=temperature, **limits).tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
+def test_every_seed_that_is_accepted_works(seed):
+    assert Sampling(seed=seed).generator(torch.device("cpu")).initial_seed() == seed % 2**64
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ({"temperature": float("nan")}, "temperature nan is not a finite number"),
+        ({"temperature": float("inf")}, "temperature inf is not a finite number"),
+        ({"temperature": float("-inf")}, "temperature -inf is not a finite number"),
+        ({"top_p": float("nan")}, "top_p nan is not above 0 and at most 1; 1 keeps every token"),
+        ({"seed": 2**64}, f"seed {2**64} is not within torch's range, -2**63 to 2**64 - 1"),
+        ({"seed": -(2**63) - 1}, f"seed {-(2**63) - 1} is not within torch's range, -2**63 to 2**64 - 1"),
+    ],
+)
+def test_values_that_torch_cannot_take_are_named(how, problem):
+    with pytest.raises(InputError) as caught:
+        Sampling(**how)
+    assert caught.value.problems == (problem,)
+
+
 def test_impossible_values_are_named():
     with pytest.raises(InputError) as caught:
         Sampling(temperature=-1, top_k=-2, top_p=0)

@@ -41,8 +41,8 @@ def chat(model: LanguageModel, tokenizer: Tokenizer | None, *, max_new_tokens: i
             history = []
         elif line:
             history.append({"role": "user", "content": line})
-            ids = tokenizer.encode(history)
             try:
+                ids = tokenizer.encode(history)
                 check_prompts([ids], max_new_tokens, model.args)
             except InputError as error:
                 history.pop()

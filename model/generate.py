@@ -17,12 +17,11 @@ import torch
 from model.args import ModelArgs
 from model.chat import chat
 from model.checkpoint.manifest import Manifest
-from model.errors import InputError
 from model.generation import check_prompts, generate
 from model.launch import run_command
 from model.options import add_model_options, load_as_asked, positive
 from model.prompts import Messages, Tokenizer, from_user, read_prompts
-from model.ranks import agree, report
+from model.ranks import agree
 from model.sampling import Sampling
 from model.topology import Topology
 
@@ -33,15 +32,7 @@ def main(arguments: Sequence[str] | None = None, program: str = f"python -m {MOD
     """Run the command and return its exit status: 0 done, 1 failed, 2 refused. ``program`` is its name in the help."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser(program).parse_args(arguments)
-    try:
-        sampling = Sampling(
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
-        )
-    except InputError as error:
-        report(error)
-        return error.exit_status
-    work = partial(_work, options, sampling)
-    return run_command(MODULE, arguments, options.checkpoint, work, options.device)
+    return run_command(MODULE, arguments, options.checkpoint, partial(_work, options), options.device)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -69,10 +60,9 @@ class Asked:
     prompts: list[list[int]]
 
 
-def _work(
-    options: argparse.Namespace, sampling: Sampling, manifest: Manifest, topology: Topology, device: torch.device
-) -> None:
+def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, device: torch.device) -> None:
     """What each rank does. Whatever can be refused is found before the weights are loaded."""
+    sampling = agree(topology, lambda: _sampling(options))
     asked = agree(topology, lambda: _asked(options, manifest.args) if topology.rank == 0 else None)
     model = load_as_asked(options, manifest, topology, device)
     if options.interactive:
@@ -94,6 +84,10 @@ def _work(
                 print(_shown(options, conversation, asked.tokenizer.decode(reply)), flush=True)
 
 
+def _sampling(options: argparse.Namespace) -> Sampling:
+    return Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+
+
 def _asked(options: argparse.Namespace, args: ModelArgs) -> Asked:
     tokenizer = Tokenizer.open(options.checkpoint, trust_remote_code=options.trust_remote_code)
     if options.interactive:
@@ -101,7 +95,7 @@ def _asked(options: argparse.Namespace, args: ModelArgs) -> Asked:
     conversations = (
         read_prompts(options.input_file) if options.input_file else [from_user(text) for text in options.prompt]
     )
-    prompts = [tokenizer.encode(conversation) for conversation in conversations]
+    prompts = tokenizer.encode_all(conversations)
     check_prompts(prompts, options.max_new_tokens, args)
     return Asked(tokenizer, conversations, prompts)
 

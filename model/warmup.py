@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+from model.args import ModelArgs
 from model.checkpoint.manifest import Manifest, shard_name
-from model.errors import RunError
+from model.errors import InputError, RunError
 from model.generation import generate
 from model.launch import run_command
 from model.options import add_model_options, load_as_asked
@@ -71,6 +72,14 @@ def warm_up(model: Transformer, load_s: float) -> RankReport:
     )
 
 
+def check_context(args: ModelArgs) -> None:
+    """Raise ``InputError`` where a token and the two after it do not fit into the context."""
+    if args.max_seq_len <= TOKENS:
+        raise InputError(
+            f"the model's context of {args.max_seq_len} is too short for a warm-up, a token and {TOKENS} new ones"
+        )
+
+
 def check_finite(report: RankReport, model: Transformer) -> None:
     """Raise ``RunError`` naming the rank, and its weights that are to blame, where its logits were not finite."""
     if report.finite:
@@ -94,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, device: torch.device) -> None:
+    agree(topology, lambda: check_context(manifest.args))
     began = time.monotonic()
     model = load_as_asked(options, manifest, topology, device)
     report = warm_up(model, time.monotonic() - began)

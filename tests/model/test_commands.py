@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import generate, warmup
+from model.prompts import Tokenizer
 from tests.checkpoints import edit_file
 from tests.model.oracle import greedy_reply
 
@@ -24,6 +25,12 @@ def run(*arguments: object, module: str = "model.generate", launcher: tuple[str,
     """The command in a process of its own."""
     command = [sys.executable, *launcher, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, **options)
+
+
+def edit_json(path, edit) -> None:
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
 
 
 def errors_of(stderr: str) -> list[str]:
@@ -52,6 +59,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 def test_torchrun_prints_the_same_reply_once(shards, reply):
     done = run(shards("tiny-v3", 2), "--prompt", LINE, *BREVITY, launcher=(*TORCHRUN, "2"))
     assert (done.returncode, done.stdout) == (0, f"{reply}\n")
+
+
+def test_torchrun_prints_a_refused_option_once(shards):
+    done = run(shards("tiny-v3", 2), "--prompt", "x", "--temperature", "nan", *BREVITY, launcher=(*TORCHRUN, "2"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert errors_of(done.stderr) == ["error: temperature nan is not a finite number"]
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_is_answered_once(shards):
@@ -85,6 +98,18 @@ def test_a_file_is_answered_in_its_order_whatever_the_batches(shards, reply, cap
     assert entries[1]["reply"] == reply
 
 
+def test_draws_for_a_file_are_the_same_on_two_ranks(shards, capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("Farewell.\nWho's there?\nWhat says my lord?\nSpeak!\nStand, and unfold yourself to me.\n")
+    options = ["--input-file", file, "--temperature", "0.8", "--seed", "3", "--batch-size", "2", *BREVITY]
+    options += ["--dtype", "float32"]
+    assert generate.main([str(shards("tiny-v3", 1)), *map(str, options)]) == 0
+    alone = capsys.readouterr().out
+    assert alone.count("Prompt: ") == 5
+    done = run(shards("tiny-v3", 2), *options)
+    assert (done.returncode, done.stdout) == (0, alone)
+
+
 def test_draws_are_repeatable_by_seed(shards, capsys):
     command = [str(shards("tiny-v3", 1)), "--prompt", LINE, "--temperature", "1.5", *BREVITY]
 
@@ -107,6 +132,26 @@ def test_conversation_on_several_ranks(shards, reply):
     assert replies[2] == ""
     assert "leave no room in the model's context of 512" in replies[3]
     assert replies[4:] == ["", f"{reply}\n", "\n"]
+
+
+def test_a_line_that_the_chat_template_refuses_does_not_end_the_conversation(shards, reply, capsys, monkeypatch):
+    lines = iter(["refuse", LINE, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    encode = Tokenizer.encode
+
+    def refusing(self, messages):
+        if "refuse" in messages[-1]["content"]:
+            self.tokens.chat_template, kept = "{{ raise_exception('not this') }}", self.tokens.chat_template
+            try:
+                return encode(self, messages)
+            finally:
+                self.tokens.chat_template = kept
+        return encode(self, messages)
+
+    monkeypatch.setattr(Tokenizer, "encode", refusing)
+    assert generate.main([str(shards("tiny-v3", 1)), "--interactive", *BREVITY]) == 0
+    out = capsys.readouterr().out
+    assert out == f"the chat template cannot be used for it: not this\n(/clear starts anew)\n{reply}\n"
 
 
 def test_history_is_part_of_the_next_prompt(shards, capsys, monkeypatch, oracle_checkpoint):
@@ -216,6 +261,25 @@ def test_warm_up_does_what_the_model_says(shards, capsys, oracle_checkpoint):
     model = AutoModelForCausalLM.from_pretrained(oracle_checkpoint, dtype=torch.float32)
     ids = model.generate(torch.arange(8)[None], max_new_tokens=2, do_sample=False, eos_token_id=None)
     assert json.loads(capsys.readouterr().out)["ranks"][0]["tokens"] == ids[0, 8:].tolist()
+
+
+def test_warm_up_of_a_model_with_hardly_any_context_is_refused_once(shards, tmp_path):
+    checkpoint = tmp_path / "short"
+    shutil.copytree(shards("tiny-v3", 2), checkpoint)
+    edit_json(checkpoint / "manifest.json", lambda manifest: manifest["args"].update(max_seq_len=2))
+    done = run(checkpoint, "--device", "cpu", module="model.warmup")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert errors_of(done.stderr) == [
+        "error: the model's context of 2 is too short for a warm-up, a token and 2 new ones"
+    ]
+
+
+def test_the_shortest_context_of_a_warm_up(shards, capsys, tmp_path):
+    checkpoint = tmp_path / "short"
+    shutil.copytree(shards("tiny-v3", 1), checkpoint)
+    edit_json(checkpoint / "manifest.json", lambda manifest: manifest["args"].update(max_seq_len=3))
+    assert warmup.main([str(checkpoint), "--device", "cpu"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ranks"][0]["tokens"]) == 2
 
 
 def test_logits_that_are_not_finite_name_the_rank_and_the_weight(shards, tmp_path):

@@ -56,6 +56,75 @@ def test_tokenizer_that_is_missing_or_has_no_template_is_named(tiny, tmp_path):
         Tokenizer.open(tmp_path)
 
 
+def without_weights(tiny, checkpoint):
+    """A copy of what a tokenizer is made of."""
+    shutil.copytree(tiny, checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("generation_config.json", "{", "generation_config.json: is not valid JSON"),
+        ("generation_config.json", "[]", "generation_config.json: is not a JSON object"),
+        ("tokenizer.json", '{"version":"1.0"}', "its tokenizer cannot be loaded: "),
+        ("tokenizer.json", "[", "its tokenizer cannot be loaded: "),
+        ("tokenizer_config.json", "[]", "its tokenizer cannot be loaded: "),
+    ],
+)
+def test_damaged_files_are_named_in_one_line(tiny, tmp_path, name, text, problem):
+    checkpoint = without_weights(tiny, tmp_path / "checkpoint")
+    (checkpoint / name).write_text(text)
+    with pytest.raises(InputError) as caught:
+        Tokenizer.open(checkpoint)
+    [line] = caught.value.problems
+    assert problem in line
+    assert str(checkpoint) in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "</s>"], [], True, 1.0, -1, {"id": 1}])
+def test_eos_that_are_no_token_ids_are_refused(tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(InputError) as caught:
+        eos_ids(tmp_path)
+    assert caught.value.problems == (
+        f"{tmp_path / 'config.json'}: eos_token_id = {value!r} is neither a token id nor a list of some",
+    )
+
+
+def test_a_checkpoint_that_names_no_eos_is_refused(tiny, tmp_path):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    settings = json.loads((tiny / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=f"^{tmp_path}: names no EOS token, so that no reply would end"):
+        Tokenizer.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Only user and assistant') }}", "Only user and assistant"),
+        ("{% if messages %}", "Unexpected end of template"),
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+        ("{{ nothing.there }}", "'nothing' is undefined"),
+    ],
+)
+def test_prompts_that_the_chat_template_does_not_take_are_numbered(tiny, template, reason):
+    tokenizer = Tokenizer.open(tiny)
+    tokenizer.tokens.chat_template = "{% if messages[0]['content'] == 'bad' %}" + template + "{% endif %}good"
+    if template != "{% if messages %}":
+        assert tokenizer.encode_all([from_user("a")]) == [tokenizer.tokens.encode("good", add_special_tokens=False)]
+    with pytest.raises(InputError) as caught:
+        tokenizer.encode_all([from_user("bad"), from_user("bad")])
+    assert [line.split(": ")[:2] for line in caught.value.problems] == [
+        ["prompt 1", "the chat template cannot be used for it"],
+        ["prompt 2", "the chat template cannot be used for it"],
+    ]
+    assert all(reason in line for line in caught.value.problems)
+
+
 def test_code_of_a_tokenizer_runs_only_when_trusted(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.safetensors"))
     checkpoint = tmp_path / "checkpoint"
@@ -78,6 +147,17 @@ def test_a_text_file_holds_a_prompt_a_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text('Who goes there?\n\n  {"prompt": 1}\n')
     assert read_prompts(file) == [from_user("Who goes there?"), from_user('  {"prompt": 1}')]
+
+
+def test_only_line_feeds_end_a_line(tmp_path):
+    texts = ["a\u2028b", "c\u0085d", "e\x0cf", "g\x1ch", "i\x0bj"]
+    plain = tmp_path / "prompts.txt"
+    plain.write_bytes("\ufeff".encode() + "\r\n".join(texts).encode())
+    assert read_prompts(plain) == [from_user(text) for text in texts]
+    lines = tmp_path / "prompts.jsonl"
+    entries = [{"prompt": text} for text in texts]
+    lines.write_text("\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries), encoding="utf-8-sig")
+    assert read_prompts(lines) == [from_user(text) for text in texts]
 
 
 def test_json_lines_hold_prompts_or_messages(tmp_path):

@@ -69,7 +69,16 @@ def act_quant_triton(
     grid = (rows.shape[0], -(-n_groups // GROUPS_PER_PROGRAM))
     with torch.cuda.device(x.get_device()):
         _act_quant_kernel[grid](
-            rows, q, s, K, rows.stride(0), BLOCK=block_size, GROUPS=GROUPS_PER_PROGRAM, UE8M0=scale_fmt == "ue8m0"
+            rows,
+            q,
+            s,
+            K,
+            rows.stride(0),
+            BLOCK=block_size,
+            GROUPS=GROUPS_PER_PROGRAM,
+            LARGEST=FP8_MAX,
+            LEAST_AMAX=SMALLEST_AMAX,
+            UE8M0=scale_fmt == "ue8m0",
         )
     return q, s
 
@@ -83,6 +92,8 @@ def _act_quant_kernel(
     row_stride: int,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_AMAX: tl.constexpr,
     UE8M0: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -91,7 +102,7 @@ def _act_quant_kernel(
     x = tl.load(x_ptr + row * row_stride + column, mask=column < K, other=0.0).to(tl.float32)
 
     # div_rn: a plain `/` compiles to an approximate division
-    s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4), 448.0)
+    s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST_AMAX), LARGEST)
     if UE8M0:
         s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     q = tl.div_rn(x, s[:, None])

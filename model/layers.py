@@ -51,7 +51,10 @@ class Linear(nn.Module):
             self.weight = execution.parameter(out_features, in_features)
 
     def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(…, I) to (…, O) in ``dtype``; FP8 activations are scaled per 128 columns, by ``scale_fmt``."""
+        """(…, I) to (…, O) in ``dtype``; FP8 activations are scaled per 128 columns, by ``scale_fmt``.
+
+        Without FP8 the product is first rounded to the dtype of ``x`` and the weight, whatever ``dtype`` is.
+        """
         if self.scale is None:
             return functional.linear(x, self.weight).to(dtype)
         quantised, scales = act_quant(x, scale_fmt=self.scale_fmt)
@@ -79,11 +82,15 @@ class RowParallelLinear(Linear):
         self.topology = execution.topology
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand (…, O) in float32, for a caller that sums over the ranks itself."""
+        """This rank's summand (…, O) in float32, for a caller that sums over the ranks itself.
+
+        In BF16 compute it holds a value that was rounded to BF16, as ``product`` says: the sum is in float32, its
+        summands are not exact.
+        """
         return self.product(x, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, I / size) to (…, O), summed over the ranks in float32 and rounded once to the dtype of ``x``."""
+        """(…, I / size) to (…, O): the ranks' ``partial`` summed in float32, then rounded to the dtype of ``x``."""
         return self.topology.all_reduce(self.partial(x)).to(x.dtype)
 
 
@@ -127,7 +134,7 @@ class MLP(nn.Module):
         self.w3 = ColumnParallelLinear(args.dim, inner, args, execution)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of the output in float32, for a caller that sums over the ranks itself."""
+        """This rank's summand of the output, as ``RowParallelLinear.partial`` gives it."""
         return self.w2.partial(functional.silu(self.w1(x)) * self.w3(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

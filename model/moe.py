@@ -59,7 +59,7 @@ class Expert(nn.Module):
         self.w3 = Linear(args.dim, args.moe_inter_dim, args, execution)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, dim) to (N, dim) in float32, to be weighted and summed."""
+        """(N, dim) to (N, dim) in float32, to be weighted and summed; in BF16 compute, rounded to BF16 before."""
         return self.w2.product(functional.silu(self.w1(x)) * self.w3(x), torch.float32)
 
 

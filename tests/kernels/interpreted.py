@@ -64,6 +64,8 @@ EVERY_SIZE_OF_TILE = {tile[:2]: tile for tile in fp8_gemm.TILES}.values()
     ("M", "N", "K", "tile"),
     [
         (1, 63, 192, fp8_gemm.TILES[0]),
+        (1, 1, 1, fp8_gemm.TILES[0]),
+        (3, 65, 1, fp8_gemm.TILES[0]),
         (3, 576, 128, fp8_gemm.TILES[-1]),
         *((140, 192, 320, tile) for tile in EVERY_SIZE_OF_TILE),
     ],

@@ -71,7 +71,13 @@ def test_act_quant_compiles_to_exact_divisions(dtype, ue8m0):
     ptx = ptx_for_hopper(
         act_quant._act_quant_kernel,
         {"x_ptr": f"*{dtype}", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "K": "i32", "row_stride": "i32"},
-        {"BLOCK": 128, "GROUPS": act_quant.GROUPS_PER_PROGRAM, "UE8M0": ue8m0},
+        {
+            "BLOCK": 128,
+            "GROUPS": act_quant.GROUPS_PER_PROGRAM,
+            "LARGEST": act_quant.FP8_MAX,
+            "LEAST_AMAX": act_quant.SMALLEST_AMAX,
+            "UE8M0": ue8m0,
+        },
         ["x_ptr", "q_ptr", "s_ptr", "K", "row_stride"],
     )
     assert set(re.findall(r"div\.\w+\.f32", ptx)) == {"div.rn.f32"}

@@ -48,14 +48,37 @@ def test_every_kind_of_fp8_linear_honours_scale_fmt(kind, scale_fmt):
     assert not torch.equal(linear(x), *results.values())
 
 
-def test_row_parallel_partial_sums_are_added_in_float32():
-    topology = Lonely(rank=1, size=2)
-    linear = RowParallelLinear(128, 64, ModelArgs(), Execution(topology, CPU, torch.bfloat16))
-    assert linear.weight.shape == (64, 64)
-    with torch.no_grad():
-        linear.weight.copy_(random(64, 64))
-    assert linear(random(3, 64, seed=1).bfloat16()).dtype == torch.bfloat16
-    assert [x.dtype for x in topology.summed] == [torch.float32]
+@dataclass(frozen=True)
+class WithPeer(Topology):
+    """One of two ranks; the other contributes what is in ``theirs``."""
+
+    theirs: list[torch.Tensor] = field(default_factory=list)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return x.add_(self.theirs.pop())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_parallel_partial_sums_are_added_in_float32(dtype):
+    """Against float64: each summand is rounded to the compute dtype, and their float32 sum once more, no oftener."""
+    topology = WithPeer(size=2)
+    weight, x = random(64, 192).to(dtype), random(3, 192, seed=1).to(dtype)
+    ranks = [RowParallelLinear(192, 64, ModelArgs(), Execution(topology, CPU, dtype)) for _ in range(2)]
+    parts, exact = [], []
+    for linear, part_of_weight, part_of_x in zip(ranks, weight.split(96, dim=1), x.split(96, dim=1), strict=True):
+        assert linear.weight.shape == (64, 96)
+        with torch.no_grad():
+            linear.weight.copy_(part_of_weight)
+        parts.append(linear.partial(part_of_x))
+        exact.append(part_of_x.double() @ part_of_weight.double().T)
+        assert parts[-1].dtype == torch.float32
+        rounding = torch.finfo(dtype).eps / 2 * exact[-1].abs()
+        assert ((parts[-1] - exact[-1]).abs() <= rounding + 1e-5).all()
+    topology.theirs.append(parts[1])
+    output = ranks[0](x[:, :96])
+    assert output.dtype == dtype
+    assert torch.equal(output, (parts[0] + parts[1]).to(dtype))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

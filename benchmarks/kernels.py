@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels [--json FILE]
 
-On a GPU: median times with the L2 cache flushed before each call, beside a plain copy and cuBLAS's bfloat16 product.
+On a GPU: median times with the L2 cache flushed before each call, beside a plain copy, cuBLAS's bfloat16 product and
+torch's own block-scaled FP8 product where it takes the shape.
 On a CPU: how fast weights are dequantised, in bytes of FP8 read, with one thread and with all.
 """
 
@@ -12,7 +13,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ PRODUCT_ROWS = [1, 16, 128, 4096]
 WEIGHTS = [*PRODUCTS, (18432, 7168), (576, 7168)]
 ACTIVATIONS = [(1, 7168), (128, 7168), (8192, 7168), (8192, 2048), (8192, 10944)]
 
+TORCH_PRODUCT_ROWS = 16  # of fewer, torch._scaled_mm is no fair rival: it is made for large M
+SAME_PRODUCT = 1e-2  # relative: both round to bfloat16, and torch accumulates in less than float32
+
 Row = dict[str, Any]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark of the device at hand, print its table and write it where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="benchmarks.kernels", description="Speed of the kernels.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     if on_gpu and not has_fp8_product(torch.device("cuda", torch.cuda.current_device())):
         parser.error("this GPU has no FP8 product; hide it (CUDA_VISIBLE_DEVICES=) to measure the CPU")
@@ -44,8 +48,8 @@ def main() -> None:
     machine = describe_machine(on_gpu)
     print("  ".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     rows = measure_gpu() if on_gpu else measure_cpu()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
 
 
 def describe_machine(on_gpu: bool) -> dict[str, str]:
@@ -154,8 +158,30 @@ def measure_product(M: int, N: int, K: int, copy_rate: float, rows: list[Row]) -
     bf16_us = microseconds(lambda: torch.nn.functional.linear(x, weight))
     figures = memory_bound(us, N * K + M * K + 2 * M * N, copy_rate)
     tflops = 2 * M * N * K / us / 1e6
-    versus = {"TFLOP/s": tflops, "bf16 us": bf16_us, "speedup over bf16": bf16_us / us}
+    versus: Row = {"TFLOP/s": tflops, "bf16 us": bf16_us, "speedup over bf16": bf16_us / us}
+    if M >= TORCH_PRODUCT_ROWS:
+        versus |= measure_torch_product(a, a_s, b, b_s, us)
     show({"kernel": "fp8_gemm", "shape": f"{N}x{K}", "M": M, **figures, **versus}, rows)
+
+
+def measure_torch_product(
+    a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, us: float
+) -> dict[str, float | str]:
+    """torch's product of the same operands, in the layout of scales that it asks for; why not, where it refuses."""
+    a_scale, b_scale = a_s.t().contiguous().t(), b_s.contiguous().t()
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+
+    try:
+        ours = fp8_gemm(a, a_s, b, b_s).float()
+        error = float((product().float() - ours).norm() / ours.norm())
+    except (RuntimeError, ValueError) as refusal:  # by shape, by version of CUDA, by GPU
+        return {"torch us": f"refused: {str(refusal).splitlines()[0]}"}
+    if error > SAME_PRODUCT:
+        raise SystemExit(f"torch's product differs from ours by {error:.2g}: they do not measure the same thing")
+    torch_us = microseconds(product)
+    return {"torch us": torch_us, "speedup over torch": torch_us / us}
 
 
 # ---- CPU ----

@@ -20,12 +20,18 @@ def sha256_of(path: Path, advance: Callable[[int], None] = lambda size: None) ->
     if known:
         advance(status.st_size)
         return known
+    sha256 = hashed(path, advance)
+    remember(path, sha256, status)
+    return sha256
+
+
+def hashed(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
+    """The SHA-256 in hex of the bytes that are in the file now, read and counted."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
             advance(len(chunk))
-    remember(path, digest.hexdigest(), status)
     return digest.hexdigest()
 
 

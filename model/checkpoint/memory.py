@@ -10,7 +10,7 @@ M_MMAP_THRESHOLD = -3
 
 MMAP_THRESHOLD = 256 << 10
 
-OVERHEAD = 4 << 20
+OVERHEAD = 6 << 20
 """What a build needs besides bands: threads, digests, file buffers."""
 
 PLAN_BYTES = 1 << 10

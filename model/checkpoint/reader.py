@@ -37,18 +37,26 @@ class TensorReader:
             os.close(self._open.popitem()[1])
 
     def read(
-        self, tensor: TensorInfo, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+        self,
+        tensor: TensorInfo,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+        buffer: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rows ``[first, last)`` and columns ``[first, last)`` of ``tensor`` (all of it by default).
 
-        Returns (rows, columns) in the tensor's own dtype; a one-dimensional tensor has one column.
+        Returns (rows, columns) in the tensor's own dtype; a one-dimensional tensor has one column. The result lies in
+        ``buffer`` (one-dimensional uint8) where that is given and long enough.
         Raises ``RunError`` where the file ends early, has changed or cannot be read.
         """
         first_row, last_row = rows or (0, tensor.rows)
         first_column, last_column = columns or (0, tensor.columns)
         width = (last_column - first_column) * tensor.itemsize
         stride = tensor.columns * tensor.itemsize
-        buffer = torch.empty((last_row - first_row) * width, dtype=torch.uint8)
+        size = (last_row - first_row) * width
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = buffer[:size]
         if buffer.numel():
             view = buffer.numpy().data
             begin = tensor.start + first_row * stride

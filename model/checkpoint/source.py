@@ -83,6 +83,7 @@ def open_source(directory: Path, mtp: str = "keep") -> Source:
     args = from_hf(config)
     headers = _read_headers(directory)
     tensors = {name: tensor for header in headers for name, tensor in in_file_order(header)}
+    _check_counts(args, len(tensors))
     found_mtp = _mtp_layers(args, tensors)
     wanted = tuple(bindings(args, found_mtp if mtp == "keep" else 0))
     rest = set(tensors) - {binding.source for binding in wanted}
@@ -205,6 +206,15 @@ def escaping_link(path: Path) -> str | None:
     if inside.parent.name == "snapshots" and target.parent == inside.parent.parent / "blobs":
         return None
     return f"file {path.name!r} is a symbolic link to {target}, outside the checkpoint's directory"
+
+
+def _check_counts(args: ModelArgs, tensors: int) -> None:
+    """A config that calls for more layers or experts than there are tensors is refused before they are listed."""
+    layers = args.n_layers + args.n_mtp_layers
+    experts = (args.n_layers - args.n_dense_layers) * args.n_routed_experts
+    for what, count in (("layers", layers), ("routed experts in all layers", experts)):
+        if count > tensors:
+            raise InputError(f"config.json: calls for {count} {what}, but the files hold only {tensors} tensors")
 
 
 def _mtp_layers(args: ModelArgs, tensors: dict[str, TensorInfo]) -> int:

@@ -62,6 +62,7 @@ def header_file(header: object, data: bytes) -> bytes:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_headers(tmp_path):
     """15,000 files: half with a mutated header value, half with mutated bytes."""
     source = write_random(small_family(files=1), tmp_path / "source")
@@ -84,6 +85,7 @@ def test_headers(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_indexes_and_configs_through_convert(tmp_path):
     """4,000 directories whose index or config is mutated: refused, or converted as if nothing were wrong with them."""
     pristine = write_random(small_family(files=2), tmp_path / "pristine")
@@ -106,6 +108,7 @@ def test_indexes_and_configs_through_convert(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_configs_alone(tiny):
     """4,000 configs: arguments that can be written down and read again, or the project's own error."""
     from model.args import ModelArgs

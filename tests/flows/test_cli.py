@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows import cli
+from model.conflicts import say_conflict
 from tests.checkpoints import copy_checkpoint, edit_json, edit_tensor, tree_bytes
 from tests.hub_server import HubServer
 
@@ -157,7 +158,9 @@ def test_a_token_opens_the_hub_and_is_written_nowhere(tiny, tmp_path):
 
 def test_the_other_kernels_distribution_is_named(shardflow, tiny, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.17.0")
+    say_conflict.cache_clear()  # it speaks once in a process, and other tests share this one
     told = shardflow("plan", tiny, "--mp", "1")
+    say_conflict.cache_clear()
     assert told.returncode == 0
     assert "the distribution 'kernels' 0.17.0 is installed beside this project" in told.stderr
 

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from flows.parameters import PipelineParameters
 from model.checkpoint.convert import check_output
 from model.checkpoint.describe import PlanSummary
-from model.checkpoint.locate import check_revision, is_hub_id
+from model.checkpoint.locate import check_revision, download_directory, is_hub_id
 from model.checkpoint.manifest import MANIFEST
 from model.checkpoint.verify import VerificationError
 from tasks import reports, tables
@@ -80,8 +80,10 @@ def _validate(shards: CheckpointResult, source: SourceResult, out: Path) -> Vali
 
 def _bf16_directory(params: PipelineParameters, source: SourceResult) -> Path:
     """One for each source, so that another commit does not meet the leavings of the last."""
-    name = f"{source.repo.replace('/', '--')}-{source.commit}" if source.repo else source.directory.resolve().name
-    return params.work_directory / "bf16" / name
+    place = params.work_directory / "bf16"
+    if source.repo and source.commit:
+        return download_directory(place, source.repo, source.commit)
+    return place / source.directory.resolve().name
 
 
 def _summary(result: PipelineResult) -> list[str]:

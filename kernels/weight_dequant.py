@@ -81,10 +81,9 @@ def weight_dequant_reference(
 ) -> torch.Tensor:
     """``weight_dequant`` in plain torch, for any device.
 
-    The codes are decoded by integer shifts into float16, whose conversion to float32 is vectorised. On two cores of
-    an AMD EPYC (torch 2.13) that reads 2 GB/s and more of FP8, a table of the 256 values 1.0, a table of the 65,536
-    pairs 1.2 and torch's own conversion of float8 0.36. ``out`` (N, K) of ``dtype`` and ``scratch`` are used where
-    they are given.
+    The codes are decoded by integer shifts into float16, whose conversion to float32 is vectorised: faster than a table
+    of all values, and far faster than torch's own conversion of float8. ``out`` (N, K) of ``dtype`` and ``scratch``
+    are used where they are given.
     """
     N, K = w.shape
     if out is None:

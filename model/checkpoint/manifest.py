@@ -64,12 +64,6 @@ class Manifest:
         first = ("schema", "tool", "mp", "weights", "mtp")
         return {name: fields[name] for name in (*first, *(name for name in fields if name not in first))}
 
-    def shards(self) -> tuple[FileRecord, ...]:
-        """The main model's files, by rank."""
-        names = [shard_name(rank, self.mp) for rank in range(self.mp)]
-        by_name = {file.name: file for file in self.files}
-        return tuple(by_name[name] for name in names)
-
 
 def shard_name(rank: int, mp: int) -> str:
     """File name of one rank's part of the model."""

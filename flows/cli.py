@@ -1,4 +1,4 @@
-"""The ``shardflow`` command: plan, dequantize, convert, reshard, verify, adopt, generate, run.
+"""The ``shardflow`` command: plan, dequantize, convert, reshard, verify, adopt, generate, evaluate, run.
 
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 failed while running,
 2 refused (input or arguments).
@@ -168,6 +168,14 @@ def generate(context: typer.Context) -> None:
     from model.generate import main as run
 
     raise typer.Exit(run(context.args, program="shardflow generate"))
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def evaluate(context: typer.Context) -> None:
+    """Measure a checkpoint on a text and keep the evidence beside it (see evaluate --help)."""
+    from model.evaluate import main as run
+
+    raise typer.Exit(run(context.args, program="shardflow evaluate"))
 
 
 @app.command()

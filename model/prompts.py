@@ -34,12 +34,7 @@ class Tokenizer:
 
         Raises ``InputError`` where it cannot be loaded, has no chat template or where no EOS token is named.
         """
-        from transformers import AutoTokenizer
-
-        try:
-            tokens = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        except Exception as error:  # tokenizers raises bare ones, and a tokenizer that is code whatever it likes
-            raise InputError(f"{checkpoint}: its tokenizer cannot be loaded: {_reason(error)}") from error
+        tokens = load_tokens(checkpoint, trust_remote_code=trust_remote_code)
         if not tokens.chat_template:
             raise InputError(f"{checkpoint}: its tokenizer has no chat template; copy chat_template.jinja into it")
         eos = eos_ids(checkpoint) or frozenset({tokens.eos_token_id} - {None})
@@ -82,6 +77,16 @@ class Tokenizer:
         """The text of a reply, without special tokens."""
         text: str = self.tokens.decode(ids, skip_special_tokens=True)
         return text
+
+
+def load_tokens(checkpoint: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of transformers in ``checkpoint``. Raises ``InputError`` where it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare ones, and a tokenizer that is code whatever it likes
+        raise InputError(f"{checkpoint}: its tokenizer cannot be loaded: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,50 @@
+"""The flow ``evaluate``: evidence for one checkpoint, by hand or for every new one that a trigger names."""
+
+from pathlib import Path
+
+from prefect import flow
+from pydantic import BaseModel, ConfigDict, Field
+
+from model.evaluation.record import Evaluation
+from tasks.evaluation import evaluate as evaluate_stage
+
+
+class EvaluateParameters(BaseModel):
+    """Which checkpoint to evaluate, on which text, and what it must reach. All but the checkpoint has a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint: Path = Field(description="Directory with shards and manifest.json.")
+    text: Path | None = Field(None, description="UTF-8 text to evaluate on; empty: a bundled passage of a play.")
+    max_tokens: int | None = Field(None, description="Evaluate the first tokens of the text alone; empty: all.", ge=1)
+    window: int | None = Field(
+        None, description="Tokens that a forward pass sees; empty: the model's context, at most 2,048.", ge=2
+    )
+    stride: int | None = Field(None, description="Tokens from window to window; empty: one less than the window.", ge=1)
+    batch: int = Field(4, description="Windows computed at once.", ge=1, le=4096)
+    max_perplexity: float | None = Field(
+        None, description="Threshold: the run fails where perplexity is higher.", gt=1, allow_inf_nan=False
+    )
+    max_bits_per_byte: float | None = Field(
+        None, description="Threshold: the run fails where a byte takes more bits.", gt=0, allow_inf_nan=False
+    )
+    gpu_limit: str | None = Field(
+        None,
+        description="Name of the global concurrency limit that the evaluation takes, such as gpu; it must exist. "
+        "Empty: none is taken.",
+    )
+    timeout_s: float = Field(3600.0, description="Hard limit on the evaluation, in seconds.", gt=0)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Those of the command ``model.evaluate``."""
+        return self.model_dump(exclude={"checkpoint", "gpu_limit", "timeout_s"})
+
+
+@flow(name="evaluate", flow_run_name="evaluate {params.checkpoint.name}", persist_result=False)
+def evaluate(params: EvaluateParameters) -> Evaluation:
+    """Measure one checkpoint and keep the evidence beside it, as ``evaluation.json``.
+
+    Raises ``RunError`` where a threshold is not reached: the file and the artifact say so, too.
+    """
+    return evaluate_stage(params.checkpoint.absolute(), params.options, params.timeout_s, params.gpu_limit)

@@ -1,0 +1,53 @@
+"""How far an evaluation is: a bar where standard error is a terminal, else a line now and then."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+INTERVAL_S = 5.0
+"""Seconds between two lines."""
+
+Advance = Callable[[int, str], None]
+"""Told how many more steps are done, and what is known by now."""
+
+
+@contextmanager
+def shown_progress(label: str, total: int, unit: str, *, quiet: bool = False) -> Iterator[Advance]:
+    """Progress on standard error through ``total`` steps; nothing with ``quiet``, as on all ranks but the first."""
+    if quiet:
+        yield _nothing
+    elif sys.stderr.isatty():
+        with _bar(label, total, unit) as advance:
+            yield advance
+    else:
+        yield _lines(label, total, unit)
+
+
+def _nothing(_size: int, _note: str) -> None:
+    """Shows nothing."""
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)]
+    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
+    with Progress(*columns, console=Console(stderr=True, highlight=False)) as bars:
+        bar = bars.add_task(label, total=total, note="")
+        yield lambda size, note: bars.update(bar, advance=size, note=note)
+
+
+def _lines(label: str, total: int, unit: str) -> Advance:
+    done, told = 0, time.monotonic()
+
+    def advance(size: int, note: str) -> None:
+        nonlocal done, told
+        done += size
+        if done >= total or time.monotonic() - told >= INTERVAL_S:
+            told = time.monotonic()
+            print(f"{label}: {done:,} of {total:,} {unit}, {note}", file=sys.stderr, flush=True)
+
+    return advance

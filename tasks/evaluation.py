@@ -1,0 +1,51 @@
+"""The evaluation as a stage: the ranks of ``model.evaluate``, their evidence as an artifact, its thresholds as law."""
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from model.checkpoint.manifest import read_manifest
+from model.errors import RunError
+from model.evaluation.plots import loss_plot
+from model.evaluation.record import EVALUATION, Evaluation, parse_evaluation
+from tasks.evaluation_tables import markdown_table, result_rows, threshold_rows
+from tasks.gpu import gpu_slot
+from tasks.launches import _output_of
+
+MODULE = "model.evaluate"
+
+
+@task(persist_result=False)
+def evaluate(checkpoint: Path, options: Mapping[str, object], timeout_s: float, gpu_limit: str | None) -> Evaluation:
+    """Evaluate ``checkpoint`` on its own ranks, ended after ``timeout_s`` seconds whatever happens.
+
+    ``options`` are those of ``model.evaluate`` by name; None leaves one out. ``gpu_limit`` names the global concurrency
+    limit of which a slot is held while the ranks run. Raises ``RunError`` with a line for each threshold that was not
+    reached, once ``evaluation.json`` and the artifact say so.
+    """
+    mp = read_manifest(checkpoint).mp
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    with gpu_slot(gpu_limit):
+        printed = _output_of(MODULE, [str(checkpoint), "--only-report", *given], mp, timeout_s)
+    evaluation = parse_evaluation(printed, MODULE)
+    report_evaluation(checkpoint, evaluation)
+    if evaluation.problems:
+        raise RunError(f"{checkpoint / EVALUATION}: {problem}" for problem in evaluation.problems)
+    return evaluation
+
+
+def report_evaluation(checkpoint: Path, evaluation: Evaluation) -> None:
+    """The evidence on one page."""
+    verdict = "All thresholds reached." if evaluation.passed else "**Failed.** " + "; ".join(evaluation.problems)
+    picture = base64.b64encode(loss_plot(evaluation.perplexity)).decode()
+    parts = [
+        f"## {checkpoint.name}",
+        verdict if evaluation.thresholds else "No threshold was asked for.",
+        markdown_table(result_rows(evaluation)),
+        *([markdown_table(threshold_rows(evaluation))] if evaluation.thresholds else []),
+        f"![loss of each window](data:image/png;base64,{picture})",
+    ]
+    create_markdown_artifact("\n\n".join(parts), key="evaluation", description=f"Evidence for {checkpoint}")

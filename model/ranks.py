@@ -231,9 +231,14 @@ def _status_of_host(error: ShardflowError) -> int:
     return error.exit_status
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that comes about (Linux)."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that comes about (Linux).
+
+    ``parent`` is its process id, by default what ``own_environment`` says.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):
+    if parent is None and PARENT in os.environ:
+        parent = int(os.environ[PARENT])
+    if parent is not None and os.getppid() != parent:
         os._exit(1)  # it ended before the kernel was told

@@ -5,6 +5,7 @@ Beside ``OUT`` lies ``OUT.partial`` while the work lasts::
     OUT.partial/resume.json      of what and how: another source or option may not go on here
     OUT.partial/lock             held by the one run at work (released by the system when that dies)
     OUT.partial/done/<file>.json size and digest of each finished file
+    OUT.partial/at-work/         how far workers in other processes are, see ``tally``
     OUT.partial/files/           becomes OUT, by one rename, when all is there
 """
 
@@ -14,26 +15,21 @@ import fcntl
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from model.checkpoint.bands import write_bands
-from model.checkpoint.digest import remember
 from model.checkpoint.headers import FileHeader
+from model.checkpoint.jobs import Spread, Threads, finished, jobs_for, note
 from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import FileRecord
-from model.checkpoint.memory import band_memory, return_freed_memory
+from model.checkpoint.memory import band_memory
 from model.checkpoint.progress import Progress
-from model.checkpoint.reader import TensorReader, check_unchanged
+from model.checkpoint.reader import check_unchanged
 from model.checkpoint.source import read_json
 from model.checkpoint.storage import fsync_directory, json_bytes, storage_errors, write_atomically
-from model.checkpoint.writer import ShardWriter
+from model.checkpoint.tally import DIRECTORY, dissolve
 from model.errors import InputError, RunError
 
 DEFAULT_MAX_MEMORY = 2 << 30
@@ -50,7 +46,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a build may use: ``max_memory`` bytes beyond the interpreter, shared among ``workers`` threads."""
+    """What a build may use: ``max_memory`` bytes beyond the interpreter, shared among ``workers`` files at a time."""
 
     max_memory: int = DEFAULT_MAX_MEMORY
     workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
@@ -86,7 +82,7 @@ def check_ready(out: Path, plans: tuple[FilePlan, ...], identity: dict[str, Any]
     if (partial / "lock").exists():
         with _lock(partial / "lock", out):
             _check_resume(partial, identity)
-    _check_space(partial, [plan for plan in plans if _finished(partial, plan) is None])
+    _check_space(partial, [plan for plan in plans if finished(partial, plan) is None])
 
 
 @contextlib.contextmanager
@@ -139,9 +135,11 @@ def _check_resume(partial: Path, identity: dict[str, Any]) -> None:
 
 
 def _remove_unfinished(partial: Path) -> None:
-    """What a killed run left half-written, or had not noted yet."""
+    """What a killed run left half-written, or had not noted yet; workers that it left are told to stop."""
+    if (partial / DIRECTORY).exists():
+        dissolve(partial / DIRECTORY)
     for path in (partial / "files").rglob("*"):
-        if path.is_file() and not _note(partial, path.name).exists():
+        if path.is_file() and not note(partial, path.name).exists():
             path.unlink()
 
 
@@ -166,69 +164,26 @@ def build_files(
     resources: Resources,
     progress: Progress,
     label: str,
+    spread: Spread | None = None,
 ) -> tuple[FileRecord, ...]:
     """Write every planned file that ``partial`` does not hold yet; returns the records of all, in order.
 
-    Files are shared out to worker threads, each with its own reader and part of the memory.
+    ``spread`` shares the files out to workers, by default threads of this process; each has its own reader and part
+    of the memory.
     """
-    done = {plan.name: _finished(partial, plan) for plan in plans}
+    done = {plan.name: finished(partial, plan) for plan in plans}
     remaining = [plan for plan in plans if done[plan.name] is None]
     _check_space(partial, remaining)
     progress.phase(label, sum(plan.data_size for plan in plans))
     progress.advance(sum(plan.data_size for plan in plans if done[plan.name]))
-    stop = threading.Event()
-
-    def advance(size: int) -> None:
-        if stop.is_set():
-            raise RunError("stopped: another worker failed or the run was interrupted")
-        progress.advance(size)
-
-    workers = min(resources.workers, len(remaining)) or 1
-    memory = band_memory(resources.max_memory, workers, plans)
-    return_freed_memory()
-    # One thread of torch for each worker: two that wait for each other on a busy core are ten times slower.
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(_build_file, plan, inputs, partial, memory, advance): plan for plan in remaining}
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failures = [failure for future in futures if future.done() and (failure := future.exception())]
-            if failures:
-                raise failures[0]
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    done |= {plan.name: future.result() for future, plan in futures.items()}
+    if remaining:
+        memory = band_memory(resources.max_memory, min(resources.workers, len(remaining)), plans)
+        jobs = jobs_for(remaining, inputs.headers, inputs.block, partial, memory)
+        spread = spread or Threads(resources.workers)
+        done |= {record.name: record for record in spread(jobs, progress.advance)}
     for header in inputs.headers:
         check_unchanged(header)
     return tuple(record for plan in plans if (record := done[plan.name]))
-
-
-def _build_file(
-    plan: FilePlan, inputs: Inputs, partial: Path, memory: int, advance: Callable[[int], None]
-) -> FileRecord:
-    path = partial / "files" / plan.name
-    with TensorReader(inputs.headers) as reader, ShardWriter(path, plan) as writer:
-        write_bands(plan, reader, writer, inputs.block, memory, advance)
-    record = FileRecord(plan.name, writer.size, writer.sha256, len(plan.targets))
-    remember(path, record.sha256)
-    with storage_errors(path):
-        write_atomically(_note(partial, plan.name), json_bytes(dataclasses.asdict(record)))
-    return record
-
-
-def _finished(partial: Path, plan: FilePlan) -> FileRecord | None:
-    """The record of a file that an earlier run finished; an unreadable note notes nothing."""
-    path = partial / "files" / plan.name
-    try:
-        record = FileRecord(**json.loads(_note(partial, plan.name).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return record if path.is_file() and record.size == path.stat().st_size else None
-
-
-def _note(partial: Path, name: str) -> Path:
-    return partial / "done" / f"{name}.json"
 
 
 def _check_space(partial: Path, plans: list[FilePlan]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.build import Inputs, Resources, build_files, check_ready, check_vacant, work_directory
+from model.checkpoint.jobs import Spread
 from model.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -43,15 +44,17 @@ def convert(
     mtp: str = "drop",
     resources: Resources | None = None,
     progress: Progress | None = None,
+    spread: Spread | None = None,
 ) -> Manifest:
     """Convert the checkpoint in ``source`` into ``mp`` shards in ``out``.
 
     ``weights`` (``bf16`` or ``fp8``) defaults to what the source holds; BF16 from FP8 is dequantised on the way.
+    ``spread`` shares the shards out to workers, by default threads of this process.
     Taken up where a killed run stopped; a finished ``out`` of the same inputs is left as it is. Raises
     ``InputError`` before anything is written, ``RunError`` where reading or writing fails.
     """
     plan = plan_shards(open_source(source, mtp), mp=mp, weights=weights, mtp=mtp)
-    return convert_plan(plan, out, resources=resources or Resources(), progress=progress or Silent())
+    return convert_plan(plan, out, resources=resources or Resources(), progress=progress or Silent(), spread=spread)
 
 
 def check_output(out: Path) -> None:
@@ -60,7 +63,24 @@ def check_output(out: Path) -> None:
         check_vacant(out)
 
 
-def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progress) -> Manifest:
+def is_finished(out: Path, plan: Plan) -> bool:
+    """Whether ``out`` holds a checkpoint of ``plan``, with every file at its size.
+
+    Raises ``InputError`` where it holds one of other inputs or options, as far as headers tell.
+    """
+    if not (out / MANIFEST).exists():
+        return False
+    _check_same(out, _identity(plan))
+    try:
+        check_files(out, read_manifest(out).files)
+    except InputError:
+        return False
+    return True
+
+
+def convert_plan(
+    plan: Plan, out: Path, *, resources: Resources, progress: Progress, spread: Spread | None = None
+) -> Manifest:
     """Carry out ``plan``; see ``convert``."""
     identity = _identity(plan)
     if (out / MANIFEST).exists():
@@ -72,7 +92,7 @@ def convert_plan(plan: Plan, out: Path, *, resources: Resources, progress: Progr
     record = source_record(plan.source, progress)
     inputs = Inputs(plan.source.headers, plan.args.block_size)
     with work_directory(out, identity | _source_identity(record)) as partial:
-        files = build_files(plan.files, inputs, partial, resources, progress, "write shards")
+        files = build_files(plan.files, inputs, partial, resources, progress, "write shards", spread)
         return _finish(plan, record, partial / "files", files, sidecars)
 
 
@@ -122,9 +142,13 @@ def finished_checkpoint(out: Path, identity: dict[str, Any]) -> Manifest:
     Raises ``InputError`` where it was made of other inputs than ``identity`` says, or lacks files.
     """
     manifest = read_manifest(out)
-    made_of, wanted = read_json(out / MANIFEST), json.loads(json_bytes(identity))
-    differing = [name for name in wanted if name not in ("stage", "tool") and wanted[name] != made_of[name]]
-    if differing:
-        raise InputError(f"{out}: holds a checkpoint that differs in {', '.join(differing)}; choose another place")
+    _check_same(out, identity)
     check_files(out, manifest.files)
     return manifest
+
+
+def _check_same(out: Path, identity: dict[str, Any]) -> None:
+    made_of, wanted = read_json(out / MANIFEST), json.loads(json_bytes(identity))
+    differing = [name for name in wanted if name not in ("stage", "tool") and wanted[name] != made_of.get(name)]
+    if differing:
+        raise InputError(f"{out}: holds a checkpoint that differs in {', '.join(differing)}; choose another place")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.build import Inputs, Resources, build_files, check_ready, work_directory
+from model.checkpoint.jobs import Spread
 from model.checkpoint.layout import FilePlan
 from model.checkpoint.manifest import (
     FileRecord,
@@ -37,12 +38,17 @@ class Dequantized:
 
 
 def dequantize(
-    source: Path, out: Path, *, resources: Resources | None = None, progress: Progress | None = None
+    source: Path,
+    out: Path,
+    *,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+    spread: Spread | None = None,
 ) -> Dequantized:
     """Write the FP8 checkpoint in ``source`` as BF16 into ``out``, file by file under the same names.
 
     Each FP8 weight becomes ``float32(code) * scale`` rounded once to BF16; every other tensor keeps its bytes.
-    MTP layers are kept. Resumes, refuses and raises as ``convert`` does.
+    MTP layers are kept. Spreads, resumes, refuses and raises as ``convert`` does.
     """
     progress = progress or Silent()
     opened = open_source(source)
@@ -57,7 +63,7 @@ def dequantize(
     identity["source"] = dataclasses.asdict(record)
     inputs = Inputs(opened.headers, opened.args.block_size)
     with work_directory(out, identity) as partial:
-        weights = build_files(plans, inputs, partial, resources or Resources(), progress, "dequantise")
+        weights = build_files(plans, inputs, partial, resources or Resources(), progress, "dequantise", spread)
         directory = partial / "files"
         config = written_config(opened, "bf16", opened.args.n_mtp_layers)
         files = (
@@ -84,6 +90,17 @@ def read_dequantized(directory: Path) -> Dequantized:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error}); dequantise again") from error
+
+
+def is_damaged(directory: Path) -> bool:
+    """Whether a dequantised directory that was finished once has lost its record or a file since."""
+    if not (directory / RECORD).exists():
+        return False
+    try:
+        check_files(directory, read_dequantized(directory).files)
+    except InputError:
+        return True
+    return False
 
 
 def _finished(out: Path, record: SourceRecord) -> Dequantized:

@@ -56,12 +56,18 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class FileHeader:
-    """A whole file: its size and modification time when read, and its tensors by name."""
+class FileStamp:
+    """By which a file's change is noticed: its size and modification time when its header was read."""
 
     path: Path
     size: int
     mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader(FileStamp):
+    """A whole file: its stamp, and its tensors by name."""
+
     tensors: dict[str, TensorInfo]
 
 

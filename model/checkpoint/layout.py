@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from model.args import ModelArgs
 from model.checkpoint.headers import ITEMSIZE, LENGTH_BYTES, TensorInfo
@@ -63,6 +64,16 @@ class FilePlan:
     def data_size(self) -> int:
         """Bytes of tensor data, the header not counted."""
         return sum(target.size for target in self.targets)
+
+    def sources(self) -> tuple[Path, ...]:
+        """The files that its tensors are read from, each once, in the order of their first use."""
+        tensors = (
+            tensor
+            for target in self.targets
+            for tensor in (*(piece.tensor for piece in target.pieces), target.scale)
+            if tensor is not None
+        )
+        return tuple(dict.fromkeys(tensor.file for tensor in tensors))
 
 
 @dataclass(frozen=True, slots=True)

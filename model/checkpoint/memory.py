@@ -3,6 +3,7 @@
 import ctypes
 import sys
 
+from model.checkpoint.direct import BUFFER_BYTES
 from model.checkpoint.layout import FilePlan
 
 M_MMAP_THRESHOLD = -3
@@ -21,6 +22,11 @@ def band_memory(max_memory: int, workers: int, plans: tuple[FilePlan, ...]) -> i
     """Bytes that each of ``workers`` may use for the bands of tensors it holds at a time."""
     targets = sum(len(plan.targets) for plan in plans)
     return max(0, max_memory - OVERHEAD - PLAN_BYTES * targets) // workers
+
+
+def write_buffer(memory: int) -> int:
+    """Bytes of each of a worker's two write buffers, out of its ``memory``."""
+    return min(BUFFER_BYTES, memory // 8)
 
 
 def return_freed_memory() -> None:

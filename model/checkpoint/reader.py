@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from model.checkpoint.dtypes import TORCH_DTYPES
-from model.checkpoint.headers import FileHeader, TensorInfo
+from model.checkpoint.headers import FileStamp, TensorInfo
 from model.errors import RunError
 
 MAX_OPEN_FILES = 2
@@ -19,12 +19,11 @@ MAX_OPEN_FILES = 2
 class TensorReader:
     """Reads row bands and column ranges. One reader belongs to one worker: it is not thread-safe.
 
-    A file is checked against its header's size and modification time whenever it is opened, so that a source
-    which changes during a run is noticed.
+    A file is checked against its stamp whenever it is opened, so that a source which changes during a run is noticed.
     """
 
-    def __init__(self, headers: Iterable[FileHeader]) -> None:
-        self._headers = {header.path: header for header in headers}
+    def __init__(self, stamps: Iterable[FileStamp]) -> None:
+        self._stamps = {stamp.path: stamp for stamp in stamps}
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def __enter__(self) -> "TensorReader":
@@ -91,14 +90,14 @@ class TensorReader:
         except OSError as error:
             raise RunError(f"{path}: cannot be opened any more: {error.strerror}") from error
         self._open[path] = descriptor
-        check_unchanged(self._headers[path], os.fstat(descriptor))
+        check_unchanged(self._stamps[path], os.fstat(descriptor))
         return descriptor
 
 
-def check_unchanged(header: FileHeader, status: os.stat_result | None = None) -> None:
+def check_unchanged(stamp: FileStamp, status: os.stat_result | None = None) -> None:
     """Raise ``RunError`` if the file no longer has the size and time it had when its header was read."""
-    status = status or header.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (header.size, header.mtime_ns):
+    status = status or stamp.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (stamp.size, stamp.mtime_ns):
         raise RunError(
-            f"{header.path}: changed during the run ({header.size} bytes before, {status.st_size} now); run again"
+            f"{stamp.path}: changed during the run ({stamp.size} bytes before, {status.st_size} now); run again"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from model.checkpoint.build import Inputs, Resources, build_files, check_ready, work_directory
 from model.checkpoint.convert import MODEL_ARGS, finished_checkpoint
 from model.checkpoint.headers import FileHeader, read_header
+from model.checkpoint.jobs import Spread
 from model.checkpoint.layout import Stored
 from model.checkpoint.manifest import MANIFEST, Manifest, read_manifest, tool_version, write_manifest
 from model.checkpoint.names import Binding, bindings, target_scale
@@ -19,12 +20,18 @@ from model.errors import InputError
 
 
 def reshard(
-    checkpoint: Path, out: Path, *, mp: int, resources: Resources | None = None, progress: Progress | None = None
+    checkpoint: Path,
+    out: Path,
+    *,
+    mp: int,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+    spread: Spread | None = None,
 ) -> Manifest:
     """Write the tensors of ``checkpoint`` as ``mp`` shards into ``out``: the bytes that ``convert`` gives for ``mp``.
 
-    The new manifest names the same source, and its parent by the digest of the parent's manifest. Resumes, refuses
-    and raises as ``convert`` does; ``mp`` must be legal for the model and the weights that the shards hold.
+    The new manifest names the same source, and its parent by the digest of the parent's manifest. Spreads, resumes,
+    refuses and raises as ``convert`` does; ``mp`` must be legal for the model and the weights that the shards hold.
     """
     parent = read_manifest(checkpoint)
     shards = _Shards(checkpoint, parent)
@@ -39,9 +46,8 @@ def reshard(
     check_ready(out, plans, identity)
     inputs = Inputs(shards.headers, parent.args.block_size)
     with work_directory(out, identity) as partial:
-        files = build_files(
-            plans, inputs, partial, resources or Resources(), progress or Silent(), f"reshard mp {parent.mp} to {mp}"
-        )
+        label = f"reshard mp {parent.mp} to {mp}"
+        files = build_files(plans, inputs, partial, resources or Resources(), progress or Silent(), label, spread)
         directory = partial / "files"
         manifest = Manifest(
             source=parent.source,

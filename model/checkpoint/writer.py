@@ -3,46 +3,44 @@
 import contextlib
 import hashlib
 import os
+import secrets
 from pathlib import Path
 
 import torch
 
+from model.checkpoint.direct import BUFFER_BYTES, DirectFile
 from model.checkpoint.layout import FilePlan
 from model.checkpoint.storage import TEMPORARY_SUFFIX, fsync_directory, storage_errors
 
 
 class ShardWriter:
-    """A context that leaves ``path`` whole, or not at all.
+    """A context that leaves ``path`` whole, or not at all, through two buffers of ``buffer_bytes``.
 
-    The whole length is reserved at once, so that a disk too small is noticed before the first byte. Raises
-    ``RunError`` where the storage fails.
+    No two writers share a temporary name: what a killed run's worker still writes, on another machine perhaps, never
+    comes into place half-way through a later run's. Raises ``RunError`` where the storage fails.
     """
 
-    def __init__(self, path: Path, plan: FilePlan) -> None:
+    def __init__(self, path: Path, plan: FilePlan, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.path = path
-        self.size = 0
-        self._plan = plan
-        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._header = plan.header()
+        self.size = len(self._header) + plan.data_size
+        self._temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         self._digest = hashlib.sha256()
-        self._descriptor = -1
+        self._buffer_bytes = buffer_bytes
 
     def __enter__(self) -> "ShardWriter":
-        header = self._plan.header()
-        with storage_errors(self.path):
-            self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
-                os.posix_fallocate(self._descriptor, 0, len(header) + self._plan.data_size)
-                self._write(memoryview(header))
-            except BaseException:
-                self._abandon()
-                raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._discard)
+            with storage_errors(self.path):
+                self._file = DirectFile(self._temporary, self.size, self._buffer_bytes)
+            undo.callback(self._file.close)
+            self._write(memoryview(self._header))
+            undo.pop_all()
         return self
 
     def append(self, band: torch.Tensor) -> None:
         """Write the bytes of ``band``, the next in the file."""
-        data = band.contiguous().view(-1).view(torch.uint8)
-        with storage_errors(self.path):
-            self._write(data.numpy().data)
+        self._write(band.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     @property
     def sha256(self) -> str:
@@ -50,30 +48,21 @@ class ShardWriter:
         return self._digest.hexdigest()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None:
-            self._abandon()
-            return
-        with storage_errors(self.path):
-            try:
-                os.fsync(self._descriptor)
-                assert self.size == os.fstat(self._descriptor).st_size, (
-                    f"{self.path}: written past or short of its plan"
-                )
-            except BaseException:
-                self._abandon()
-                raise
-            os.close(self._descriptor)
-            self._temporary.replace(self.path)
-            fsync_directory(self.path.parent)
+        try:
+            if kind is None:
+                with storage_errors(self.path):
+                    self._file.finish()
+                    self._temporary.replace(self.path)
+                    fsync_directory(self.path.parent)
+        finally:
+            self._file.close()
+            self._discard()
 
     def _write(self, data: memoryview) -> None:
         self._digest.update(data)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], self.size + done)
-        self.size += len(data)
+        with storage_errors(self.path):
+            self._file.write(data)
 
-    def _abandon(self) -> None:
-        os.close(self._descriptor)
+    def _discard(self) -> None:
         with contextlib.suppress(OSError):
             self._temporary.unlink()

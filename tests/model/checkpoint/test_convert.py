@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from model.args import ModelArgs
-from model.checkpoint import build
+from model.checkpoint import build, jobs
 from model.checkpoint.build import Resources, work_directory
 from model.checkpoint.convert import convert
 from model.checkpoint.dequantize import dequantize
@@ -112,14 +112,14 @@ def test_never_more_than_two_source_files_open_per_worker(tiny, tmp_path, monkey
 
 def fail_in(monkeypatch, name: str):
     """Make writing one file fail half-way, as a full disk would."""
-    really = build.write_bands
+    really = jobs.write_bands
 
     def failing(plan, *arguments):
         if plan.name == name:
             raise RunError("the disk is on fire")
         really(plan, *arguments)
 
-    monkeypatch.setattr(build, "write_bands", failing)
+    monkeypatch.setattr(jobs, "write_bands", failing)
 
 
 def test_a_broken_run_leaves_nothing_and_resumes(tiny, tmp_path, monkeypatch):
@@ -209,13 +209,13 @@ def test_too_small_a_disk_is_told_before_anything_is_hashed_or_written(tiny, tmp
 
 def test_a_sidecar_that_changes_during_the_run_is_noticed(tiny, tmp_path, monkeypatch):
     source = copy_checkpoint(tiny, tmp_path / "source")
-    really = build.write_bands
+    really = jobs.write_bands
 
     def editing(plan, *arguments):
         really(plan, *arguments)
         (source / "tokenizer_config.json").write_text("{}")
 
-    monkeypatch.setattr(build, "write_bands", editing)
+    monkeypatch.setattr(jobs, "write_bands", editing)
     with pytest.raises(RunError, match=r"tokenizer_config.json: changed during the run"):
         convert(source, tmp_path / "out", mp=1)
     assert not (tmp_path / "out").exists()
@@ -246,13 +246,13 @@ def test_a_second_run_at_once_is_refused(tiny, tmp_path):
 
 def test_a_source_that_changes_during_the_run_is_noticed(tiny, tmp_path, monkeypatch):
     source = copy_checkpoint(tiny, tmp_path / "source")
-    really = build.write_bands
+    really = jobs.write_bands
 
     def touching(plan, *arguments):
         really(plan, *arguments)
         os.utime(source / "model-00007-of-000007.safetensors", ns=(1, 1))
 
-    monkeypatch.setattr(build, "write_bands", touching)
+    monkeypatch.setattr(jobs, "write_bands", touching)
     with pytest.raises(RunError, match=r"model-00007-of-000007.safetensors: changed during the run"):
         convert(source, tmp_path / "out", mp=1)
     assert not (tmp_path / "out").exists()

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from model.checkpoint import build
+from model.checkpoint import jobs
 from model.checkpoint.build import Resources
 from model.checkpoint.convert import convert
 from model.checkpoint.manifest import read_manifest
@@ -71,7 +71,7 @@ def test_a_parent_that_is_not_whole_is_refused(converted, tmp_path):
 
 def test_it_resumes_and_repeats_as_convert_does(converted, tmp_path, monkeypatch):
     parent, out = converted("bf16", 1), tmp_path / "out"
-    really = build.write_bands
+    really = jobs.write_bands
 
     def failing(plan, *arguments):
         if plan.name == "model1-mp2.safetensors":
@@ -79,7 +79,7 @@ def test_it_resumes_and_repeats_as_convert_does(converted, tmp_path, monkeypatch
         really(plan, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "write_bands", failing)
+        patch.setattr(jobs, "write_bands", failing)
         with pytest.raises(RunError, match="on fire"):
             reshard(parent, out, mp=2, resources=Resources(workers=1))
     assert not out.exists()

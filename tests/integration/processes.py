@@ -1,0 +1,209 @@
+"""A real Prefect server and worker on loopback, and every process that comes of them, ended by id in the end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+REPOSITORY = Path(__file__).parents[2]
+POOL = "shardflow"
+MARK = "SHARDFLOW_TEST_RUN"
+"""An environment variable that every process of one `Prefect` inherits, and by which those left over are found."""
+
+HEARTBEAT_S = 30
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+class Prefect:
+    """A server with its own database, home and results below ``place``; workers; and what tests ask of them."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.mark = uuid.uuid4().hex
+        foreign = ("PREFECT_", "RANK", "WORLD_SIZE")
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
+            "PREFECT_HOME": str(place / "home"),
+            "PREFECT_API_URL": f"{self.url}/api",
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(place / "results"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+            "XDG_CACHE_HOME": str(place / "cache"),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            MARK: self.mark,
+        }
+        self.client = httpx.Client(base_url=f"{self.url}/api", timeout=30)
+
+    # Processes
+
+    def start_server(self) -> None:
+        """Start the server and wait until it answers."""
+        server = self._start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+
+        def healthy() -> bool:
+            assert server.poll() is None, self.log("server")
+            with contextlib.suppress(httpx.TransportError):
+                return self.client.get("/health").status_code == 200
+            return False
+
+        wait_for(healthy, 120, "the server answers")
+
+    def start_worker(self, name: str = "worker") -> subprocess.Popen[bytes]:
+        """Start a worker of the pool and wait until the server knows it."""
+        worker = self._start(name, "worker", "start", "--pool", POOL, "--type", "process", "--name", name)
+
+        def online() -> bool:
+            assert worker.poll() is None, self.log(name)
+            workers = self.post(f"/work_pools/{POOL}/workers/filter", {})
+            return any((w["name"], w["status"]) == (name, "ONLINE") for w in workers)
+
+        wait_for(online, 60, f"{name} is online")
+        return worker
+
+    def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with (self.place / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "prefect", *command],
+                cwd=REPOSITORY, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def processes(self, having: str = "") -> dict[int, str]:
+        """Command lines, by id, of all that run with this mark and hold ``having``."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if (
+                    f"{MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0")
+                    and having in command
+                ):
+                    found[int(place.name)] = command
+        return found
+
+    def flow_process(self, run: str) -> int:
+        """Process id of the flow run ``run``, told by the environment that the worker gave it."""
+        wanted = f"PREFECT__FLOW_RUN_ID={run}".encode()
+        ids = []
+        for pid in self.processes("prefect.flow_engine"):
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    ids.append(pid)
+        assert ids, f"no process of flow run {run} among {self.processes()}"
+        return min(ids)
+
+    def end(self) -> None:
+        """End everything: SIGTERM, and SIGKILL for what is left after ten seconds."""
+        self.client.close()
+        for number, grace in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            deadline = time.monotonic() + grace
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+    def log(self, name: str) -> str:
+        """The last lines that the server or a worker wrote."""
+        return "\n".join((self.place / f"{name}.log").read_text(errors="replace").splitlines()[-40:])
+
+    # The command line
+
+    def cli(self, *arguments: str) -> str:
+        """Output of ``prefect arguments…``; fails the test where its status is not 0."""
+        return self.run([sys.executable, "-m", "prefect", *arguments])
+
+    def run(self, command: list[str]) -> str:
+        """Output of a command in the repository, in this server's environment."""
+        done = subprocess.run(
+            command, check=False, cwd=REPOSITORY, env=self.env, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    # The API
+
+    def get(self, path: str) -> Any:
+        """What the API holds at ``path``."""
+        return _content(self.client.get(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """What the API answers to ``body``."""
+        return _content(self.client.post(path, json=body))
+
+    def start_run(self, deployment: str, params: dict[str, Any]) -> str:
+        """Start a run of ``flow/name`` with these ``params``; returns its id."""
+        found = self.get(f"/deployments/name/{deployment}")["id"]
+        return self.post(f"/deployments/{found}/create_flow_run", {"parameters": {"params": _plain(params)}})["id"]
+
+    def state(self, run: str) -> str:
+        """Type of a flow run's state."""
+        return self.get(f"/flow_runs/{run}")["state_type"]
+
+    def wait(self, run: str, timeout: float = 120, want: str = "COMPLETED") -> None:
+        """Wait until a flow run has ended, and fail unless it did so in the state ``want``."""
+        wait_for(lambda: self.state(run) in FINAL, timeout, f"flow run {run} ends")
+        assert self.state(run) == want, f"{self.get(f'/flow_runs/{run}')['state']}\n{self.run_log(run)}"
+
+    def run_log(self, run: str) -> str:
+        """The log of a flow run."""
+        body = {"logs": {"flow_run_id": {"any_": [run]}}, "sort": "TIMESTAMP_ASC"}
+        return "\n".join(entry["message"] for entry in self.post("/logs/filter", body))
+
+    def task_states(self, run: str) -> dict[str, str]:
+        """Names of the states of a flow run's tasks, by the task's name without its number."""
+        body = {"flow_runs": {"id": {"any_": [run]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return {task["name"].rpartition("-")[0]: task["state_name"] for task in self.post("/task_runs/filter", body)}
+
+    def runs_of(self, flow: str) -> list[dict[str, Any]]:
+        """All runs of a flow, oldest first."""
+        return self.post("/flow_runs/filter", {"flows": {"name": {"any_": [flow]}}, "sort": "START_TIME_ASC"})
+
+    def events(self, prefix: str) -> list[dict[str, Any]]:
+        """All events whose name begins with ``prefix``, oldest first."""
+        body = {"filter": {"event": {"prefix": [prefix]}, "order": "ASC"}, "limit": 200}
+        return self.post("/events/filter", body)["events"]
+
+
+@contextlib.contextmanager
+def prefect(place: Path) -> Iterator[Prefect]:
+    """A server with the pool ``shardflow`` and no worker yet; whatever happens, nothing of it is left."""
+    running = Prefect(place)
+    try:
+        running.start_server()
+        yield running
+    finally:
+        running.end()
+
+
+def wait_for(condition: Callable[[], Any], timeout: float, what: str, every: float = 0.2) -> Any:
+    """The first true value of ``condition``; fails after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(every)
+    return value
+
+
+def _content(response: httpx.Response) -> Any:
+    assert response.is_success, f"{response.request.url}: {response.status_code} {response.text}"
+    return response.json() if response.content else None
+
+
+def _plain(params: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(params, default=str))

@@ -1,9 +1,9 @@
 """How close conversion comes to the storage: ``python -m benchmarks.convert DIRECTORY [--size 8GB] [--json F]``.
 
 Builds a DeepSeek-V3-shaped FP8 checkpoint below DIRECTORY (real widths, fewer layers and experts), then measures in
-one run, on the same files: the storage's own read and write rate, and each stage. Before each measurement the files'
-pages are dropped from the cache; a stage ends when its output is on the disk (fsync). The limit of a stage is the
-time that its bytes need: read + write, where both are on one device.
+one run, on the same files, each stage, and around each stage the storage's own read and write rate. Before each
+measurement the files' pages are dropped from the cache; a stage ends when its output is on the disk (fsync). The limit
+of a stage is the time that its bytes need: read + write, where both are on one device.
 
 With ``--cached`` the same is measured from the page cache and without fsync.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -203,7 +204,7 @@ def measure(directory: Path, size: int, workers: int, cached: bool) -> list[dict
     resources = Resources(workers=workers)
     fp8 = _bytes(source)
     bf16 = sum(2 * _size("U8", binding.shape) for binding in bindings(args))
-    rates = [(storage.read(source), storage.write(directory / "raw", fp8))]
+    rates = [_rates(storage, directory, fp8)]
     rows = [_row("hash source", fp8, storage.stage(lambda: _hash(source), source))]
     out = directory / "out"
     fused, staged = out / "fused", out / "bf16"
@@ -218,16 +219,21 @@ def measure(directory: Path, size: int, workers: int, cached: bool) -> list[dict
          (out,)),
     )  # fmt: skip
     for name, read, written, work, inputs, done_with in stages:
-        rows.append(_row(name, read + written, storage.stage(work, inputs)) | {"read": read, "written": written})
+        rows.append(_row(name, read + written, storage.stage(work, inputs)))
         for path in done_with:
             shutil.rmtree(path)
-    # A storage whose rate moves is measured before and after, and held to its better moment.
-    rates.append((storage.read(source), storage.write(directory / "raw", fp8)))
-    read_s, write_s = (min(seconds) for seconds in zip(*rates, strict=True))
-    for row in rows:
-        if "read" in row:
-            row["of limit"] = row["s"] / ((row["read"] * read_s + row["written"] * write_s) / fp8)
-    return [_row("storage read", fp8, read_s), _row("storage write", fp8, write_s), *rows]
+        # A storage whose rate moves is measured before and after each stage, which is held to the mean of both.
+        rates.append(_rates(storage, directory, fp8))
+        read_s, write_s = (statistics.mean(seconds) for seconds in zip(*rates[-2:], strict=True))
+        rows[-1]["of limit"] = rows[-1]["s"] / ((read * read_s + written * write_s) / fp8)
+    reads, writes = zip(*rates, strict=True)
+    return [_row("storage read", fp8, statistics.median(reads)), _row("storage write", fp8, statistics.median(writes)),
+            *rows]  # fmt: skip
+
+
+def _rates(storage: Storage, directory: Path, size: int) -> tuple[float, float]:
+    """Seconds that the storage needs now to read the source, of ``size`` bytes, and to write as much."""
+    return storage.read(directory / "source"), storage.write(directory / "raw", size)
 
 
 def _row(stage: str, size: int, seconds: float) -> dict[str, Any]:

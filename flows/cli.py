@@ -192,12 +192,21 @@ def run(
     work: Annotated[Path | None, typer.Option(help="Downloads and intermediates; default OUT.work.")] = None,
     max_memory: MaxMemory = "2GiB",  # type: ignore[assignment]
     workers: Workers = None,
+    keep_intermediates: Annotated[
+        Literal["none", "bf16", "all"], typer.Option(help="What of downloads and intermediates stays at the end.")
+    ] = "all",
+    task_runner: Annotated[
+        Literal["threads", "processes", "ray"], typer.Option(help="Where files are written.")
+    ] = "threads",
+    ray_address: Annotated[str | None, typer.Option(help="The Ray cluster, for --task-runner ray.")] = None,
+    gpu_limit: Annotated[str | None, typer.Option(help="Global concurrency limit that warm-up takes.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A prompt to answer at the end.")] = None,
 ) -> None:
     """Run the whole Prefect pipeline, on an embedded server or on PREFECT_API_URL."""
     given: dict[str, Any] = {"source": source, "out": out, "mp": mp, "weights": weights, "dequantize": dequantize}
     given |= {"mtp": mtp, "revision": revision, "work": work, "max_memory": max_memory, "prompt": prompt}
-    given |= {"workers": workers} if workers else {}
+    given |= {"keep_intermediates": keep_intermediates, "task_runner": task_runner, "ray_address": ray_address}
+    given |= {"gpu_limit": gpu_limit} | ({"workers": workers} if workers else {})
     from flows.run import parameters, run_pipeline
 
     run_pipeline(parameters(given))

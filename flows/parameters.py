@@ -32,11 +32,27 @@ class PipelineParameters(BaseModel):
     work: Path | None = Field(
         None, description="Directory for downloads and the BF16 intermediate; empty: beside the output, OUT.work."
     )
+    keep_intermediates: Literal["none", "bf16", "all"] = Field(
+        "all",
+        description="What of the work directory stays once the checkpoint is published: nothing, "
+        "the BF16 Hugging Face directory, or that and the download.",
+    )
     max_memory: ByteSize = Field(
         ByteSize(DEFAULT_MAX_MEMORY), description="Memory for tensors, such as 2GiB, whatever the model's size.", gt=0
     )
     workers: int = Field(
         default_factory=lambda: os.cpu_count() or 1, description="Files written at a time.", ge=1, le=256
+    )
+    task_runner: Literal["threads", "processes", "ray"] = Field(
+        "threads", description="Where files are written: in threads, in processes, or on a Ray cluster's machines."
+    )
+    ray_address: str | None = Field(
+        None, description="Address of the Ray cluster, such as ray://head:10001; empty: a local one is started."
+    )
+    gpu_limit: str | None = Field(
+        None,
+        description="Name of the global concurrency limit that warm-up and reply take, such as gpu; "
+        "it must exist. Empty: none is taken.",
     )
     warm_up_timeout_s: float = Field(1800.0, description="Hard limit on warm-up and reply, in seconds.", gt=0)
     prompt: str | None = Field(None, description="A prompt to answer once the shards are warmed up.")
@@ -46,6 +62,12 @@ class PipelineParameters(BaseModel):
     def _dequantize_belongs_to_bf16(self) -> Self:
         if self.weights == "fp8" and self.dequantize is not None:
             raise ValueError("dequantize: FP8 shards are not dequantised; leave it empty, or ask for weights bf16")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_address_belongs_to_ray(self) -> Self:
+        if self.ray_address is not None and self.task_runner != "ray":
+            raise ValueError("ray_address: belongs to task_runner ray")
         return self
 
     @property

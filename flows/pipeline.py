@@ -1,22 +1,29 @@
 """The pipeline: source → BF16 where asked → shards, in a staging place → proof → publication → warm-up → reply."""
 
-import shutil
+import hashlib
+import json
 from pathlib import Path
 
 from prefect import flow
+from prefect.transactions import transaction
 from rich.filesize import decimal
 
 from flows.parameters import PipelineParameters
 from model.checkpoint.convert import check_output
 from model.checkpoint.describe import PlanSummary
 from model.checkpoint.locate import check_revision, download_directory, is_hub_id
-from model.checkpoint.manifest import MANIFEST
+from model.checkpoint.released import discard
 from model.checkpoint.verify import VerificationError
 from tasks import reports, tables
+from tasks.caching import STAGE_VERSIONS
 from tasks.launches import reply, warm_up
-from tasks.results import CheckpointResult, Result, SourceResult, ValidationResult, WarmUpResult
-from tasks.source import download, resolve_revision, take_local
-from tasks.stages import convert, dequantize, plan, publish, validate
+from tasks.publication import publish, release_intermediates
+from tasks.results import CheckpointResult, DequantizedResult, Result, SourceResult, ValidationResult, WarmUpResult
+from tasks.source import download, local_source, resolve_revision
+from tasks.stages import convert, dequantize, plan, validate
+
+READERS_OF_INTERMEDIATES = ("plan", "dequantize", "convert", "validate")
+"""Stages that read the download or the BF16 directory: a new version of one needs them again."""
 
 
 class PipelineResult(Result):
@@ -33,49 +40,47 @@ class PipelineResult(Result):
 def checkpoint_pipeline(params: PipelineParameters) -> PipelineResult:
     """Turn one checkpoint into shards that are proven equal to it and warmed up.
 
-    Raises ``InputError`` before anything is written where the source or the parameters cannot be used.
+    Every stage that an earlier run finished, and whose files are still there, is taken from the cache. Raises
+    ``InputError`` before anything is written where the source or the parameters cannot be used.
     """
     out = params.out.absolute()
     check_revision(params.source, params.revision)
     check_output(out)
-    source = _obtain(params)
-    planned = plan(source.directory, params.mp, params.weights, params.mtp)
-    shards = _convert(params, source, planned, out)
-    validation = _validate(shards, source, out)
-    checkpoint = publish(shards.directory, out)
-    warmed = warm_up(out, params.mp, params.warm_up_timeout_s)
-    answer = (
-        reply(out, params.mp, params.prompt, params.max_new_tokens, params.warm_up_timeout_s) if params.prompt else None
-    )
-    result = PipelineResult(source=source, checkpoint=checkpoint, validation=validation, warm_up=warmed, reply=answer)
+    purpose = _purpose(params)
+    source = _obtain(params, purpose)
+    planned = plan(source, params.mp, params.weights, params.mtp).summary
+    dequantized = _dequantize(params, source, planned, purpose)
+    shards, validation = _convert_and_validate(params, source, dequantized or source, planned, out)
+    checkpoint = publish(shards, validation)
+    release_intermediates(checkpoint, source, dequantized, params.keep_intermediates, purpose)
+    warmed = warm_up(checkpoint, params.warm_up_timeout_s, params.gpu_limit)
+    text = _reply(params, checkpoint)
+    result = PipelineResult(source=source, checkpoint=checkpoint, validation=validation, warm_up=warmed, reply=text)
     reports.report_summary(_summary(result))
     return result
 
 
-def _obtain(params: PipelineParameters) -> SourceResult:
+def _purpose(params: PipelineParameters) -> str:
+    """For what this run makes its intermediates, as a digest: for which output, and by which versions of stages."""
+    facts = params.model_dump(mode="json", include={"source", "out", "mp", "weights", "dequantize", "mtp"})
+    facts["versions"] = [STAGE_VERSIONS[stage] for stage in READERS_OF_INTERMEDIATES]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _obtain(params: PipelineParameters, purpose: str) -> SourceResult:
     if not is_hub_id(params.source):
-        return take_local(params.source)
+        return local_source(params.source)
     commit = resolve_revision(params.source, params.revision)
-    return download(params.source, commit, params.work_directory / "hub")
+    return download(params.source, commit, params.work_directory / "hub", purpose)
 
 
-def _convert(params: PipelineParameters, source: SourceResult, planned: PlanSummary, out: Path) -> CheckpointResult:
-    """Into a staging place beside ``out``, unless an earlier run finished that: then it is only checked."""
-    directory = source.directory
-    if planned.source_weights == "fp8" and planned.weights == "bf16" and params.dequantize != "fused":
-        directory = dequantize(directory, _bf16_directory(params, source), params.resources).directory
-    target = out if (out / MANIFEST).exists() else out.with_name(out.name + ".staged")
-    return convert(directory, target, params.mp, planned.weights, params.mtp, params.resources)
-
-
-def _validate(shards: CheckpointResult, source: SourceResult, out: Path) -> ValidationResult:
-    """Shards that fail leave nothing behind, or every later run would find them finished and fail again."""
-    try:
-        return validate(shards.directory, source.directory)
-    except VerificationError:
-        if shards.directory != out:
-            shutil.rmtree(shards.directory)
-        raise
+def _dequantize(
+    params: PipelineParameters, source: SourceResult, planned: PlanSummary, purpose: str
+) -> DequantizedResult | None:
+    """The BF16 directory, where there is one to make: BF16 shards of an FP8 source, not dequantised on the way."""
+    if (planned.source_weights, planned.weights) != ("fp8", "bf16") or params.dequantize == "fused":
+        return None
+    return dequantize(source, _bf16_directory(params, source), params.resources, purpose)
 
 
 def _bf16_directory(params: PipelineParameters, source: SourceResult) -> Path:
@@ -86,12 +91,39 @@ def _bf16_directory(params: PipelineParameters, source: SourceResult) -> Path:
     return place / source.directory.resolve().name
 
 
+def _convert_and_validate(
+    params: PipelineParameters,
+    source: SourceResult,
+    converted_from: SourceResult | DequantizedResult,
+    planned: PlanSummary,
+    out: Path,
+) -> tuple[CheckpointResult, ValidationResult]:
+    """One transaction: shards that fail their proof are remembered by no cache, and none of them stays.
+
+    Only a failed proof removes them. A run that is cancelled or killed while it proves keeps hours of conversion.
+    """
+    with transaction():
+        shards = convert(converted_from, out, params.mp, planned.weights, params.mtp, params.resources)
+        try:
+            return shards, validate(shards, source)
+        except VerificationError:
+            if shards.place != out:
+                discard(shards.place)
+            raise
+
+
+def _reply(params: PipelineParameters, checkpoint: CheckpointResult) -> str | None:
+    if not params.prompt:
+        return None
+    return reply(checkpoint, params.prompt, params.max_new_tokens, params.warm_up_timeout_s, params.gpu_limit).text
+
+
 def _summary(result: PipelineResult) -> list[str]:
     origin = f"{result.source.repo} at {result.source.commit}" if result.source.repo else str(result.source.directory)
     size = decimal(sum(file.size for file in result.checkpoint.files))
     return [
         f"source: {origin}",
-        f"checkpoint: {result.checkpoint.directory} ({result.checkpoint.weights}, mp {result.checkpoint.mp}, {size})",
+        f"checkpoint: {result.checkpoint.out} ({result.checkpoint.weights}, mp {result.checkpoint.mp}, {size})",
         tables.validation_fact(result.validation),
         f"warm-up: {len(result.warm_up.ranks)} ranks, two tokens each",
     ]

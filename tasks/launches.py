@@ -1,7 +1,6 @@
 """Stages that load the shards: each starts the ranks of a command of ``model`` and reads what they print."""
 
 import json
-from pathlib import Path
 
 from prefect import task
 from prefect.logging import get_run_logger
@@ -10,25 +9,33 @@ from model.errors import InputError, RunError
 from model.launch import start_ranks
 from model.rank_report import RankReport
 from tasks import reports
-from tasks.results import WarmUpResult
+from tasks.caching import OnDisk, this_run
+from tasks.gpu import gpu_slot
+from tasks.results import CheckpointResult, ReplyResult, WarmUpResult
+
+HOW = ("timeout_s", "gpu_limit")
 
 
-@task(persist_result=False)
-def warm_up(checkpoint: Path, mp: int, timeout_s: float) -> WarmUpResult:
+@task(cache_policy=OnDisk(stage="warm-up", ignored=HOW), result_serializer="json")
+def warm_up(checkpoint: CheckpointResult, timeout_s: float, gpu_limit: str | None = None) -> WarmUpResult:
     """Load the shards on every rank and generate two tokens; ended after ``timeout_s`` seconds whatever happens."""
-    report = json.loads(_output_of("model.warmup", [str(checkpoint)], mp, timeout_s))
-    result = WarmUpResult(ranks=tuple(RankReport(**rank) for rank in report["ranks"]))
+    with gpu_slot(gpu_limit):
+        report = json.loads(_output_of("model.warmup", [str(checkpoint.out)], checkpoint.mp, timeout_s))
+    result = WarmUpResult(ranks=tuple(RankReport(**rank) for rank in report["ranks"]), made_by=this_run())
     reports.report_warm_up(result)
     return result
 
 
-@task(persist_result=False)
-def reply(checkpoint: Path, mp: int, prompt: str, max_new_tokens: int, timeout_s: float) -> str:
+@task(cache_policy=OnDisk(stage="reply", ignored=HOW), result_serializer="json")
+def reply(
+    checkpoint: CheckpointResult, prompt: str, max_new_tokens: int, timeout_s: float, gpu_limit: str | None = None
+) -> ReplyResult:
     """The greedy reply to one prompt."""
-    arguments = [str(checkpoint), f"--prompt={prompt}", "--max-new-tokens", str(max_new_tokens)]
-    text = _output_of("model.generate", arguments, mp, timeout_s).rstrip("\n")
+    arguments = [str(checkpoint.out), f"--prompt={prompt}", "--max-new-tokens", str(max_new_tokens)]
+    with gpu_slot(gpu_limit):
+        text = _output_of("model.generate", arguments, checkpoint.mp, timeout_s).rstrip("\n")
     reports.report_reply(prompt, text)
-    return text
+    return ReplyResult(text=text, made_by=this_run())
 
 
 def _output_of(module: str, arguments: list[str], mp: int, timeout_s: float) -> str:

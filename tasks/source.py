@@ -5,9 +5,11 @@ from pathlib import Path
 from prefect import task
 
 from model.checkpoint import hub
+from model.checkpoint.fingerprint import fingerprint
 from model.checkpoint.locate import download_directory, local_directory
+from tasks.caching import OnDisk, this_run
 from tasks.progress import StageProgress
-from tasks.results import SourceResult
+from tasks.results import FileResult, SourceResult
 from tasks.retries import DELAYS, JITTER, RETRIES, may_go_away
 
 
@@ -22,18 +24,29 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 
 @task(
     retries=RETRIES, retry_delay_seconds=DELAYS, retry_jitter_factor=JITTER, retry_condition_fn=may_go_away,
-    persist_result=False, task_run_name="download {repo}",
+    cache_policy=OnDisk(stage="download", ignored=("purpose",)), result_serializer="json",
+    task_run_name="download {repo}",
 )  # fmt: skip
-def download(repo: str, commit: str, downloads: Path) -> SourceResult:
-    """Bring one commit's files below ``downloads``, resumed and checked; see ``hub.download``."""
+def download(repo: str, commit: str, downloads: Path, purpose: str) -> SourceResult:
+    """Bring one commit's files below ``downloads``, resumed and checked; see ``hub.download``.
+
+    ``purpose`` tells which released download counts as present, see ``model.checkpoint.released``.
+    """
     directory = download_directory(downloads, repo, commit)
     with StageProgress("download") as progress:
         record = hub.download(repo, commit, directory, progress=progress)
-    return SourceResult(directory=directory, repo=repo, commit=commit, size=sum(file.size for file in record.files))
+    return SourceResult(
+        directory=directory,
+        repo=repo,
+        commit=commit,
+        size=sum(file.size for file in record.files),
+        files=tuple(FileResult(name=file.name, size=file.size, sha256=file.sha256) for file in record.files),
+        made_by=this_run(),
+    )
 
 
-@task(persist_result=False)
-def take_local(source: str) -> SourceResult:
+def local_source(source: str) -> SourceResult:
     """A local directory, as it is. Raises ``InputError`` where it is none."""
     directory = local_directory(source).absolute()
-    return SourceResult(directory=directory, size=sum(f.stat().st_size for f in directory.glob("*.safetensors")))
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return SourceResult(directory=directory, size=size, fingerprint=fingerprint(directory))

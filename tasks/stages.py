@@ -1,83 +1,85 @@
-"""The stages between source and served shards, one task each. What they do lies in ``model.checkpoint``."""
+"""The stages between source and published checkpoint, one task each. What they do lies in ``model.checkpoint``."""
 
 from pathlib import Path
 
 from prefect import task
 
 from model.checkpoint.build import Resources
-from model.checkpoint.convert import convert_plan
+from model.checkpoint.convert import convert_plan, is_finished
 from model.checkpoint.dequantize import dequantize as dequantize_directory
-from model.checkpoint.describe import PlanSummary, describe
-from model.checkpoint.manifest import MANIFEST, read_manifest
-from model.checkpoint.plan import Plan, plan_shards
+from model.checkpoint.dequantize import is_damaged
+from model.checkpoint.describe import describe
+from model.checkpoint.plan import plan_shards
+from model.checkpoint.released import discard
 from model.checkpoint.source import open_source
-from model.checkpoint.storage import fsync_directory, storage_errors
 from model.checkpoint.verify import verify
-from model.errors import InputError
 from tasks import reports
+from tasks.caching import OnDisk, this_run
 from tasks.progress import StageProgress
 from tasks.results import (
     CheckpointResult,
     DequantizedResult,
+    PlanResult,
+    SourceResult,
     ValidationResult,
     checkpoint_result,
     file_results,
 )
 
-
-def plan_of(source: Path, mp: int, weights: str | None, mtp: str) -> Plan:
-    """The plan of a conversion, from headers alone. Raises ``InputError`` for everything they can tell."""
-    return plan_shards(open_source(source, mtp), mp=mp, weights=weights, mtp=mtp)
+STAGED_SUFFIX = ".staged"
+"""Beside the output: where shards lie until they are proven."""
 
 
-@task(persist_result=False)
-def plan(source: Path, mp: int, weights: str | None, mtp: str) -> PlanSummary:
+@task(cache_policy=OnDisk(stage="plan"), result_serializer="json")
+def plan(source: SourceResult, mp: int, weights: str | None, mtp: str) -> PlanResult:
     """Check everything that headers can tell and report what will be written; nothing is yet."""
-    summary = describe(plan_of(source, mp, weights, mtp))
+    summary = describe(plan_shards(open_source(source.directory, mtp), mp=mp, weights=weights, mtp=mtp))
     reports.report_plan(summary)
-    return summary
+    return PlanResult(summary=summary, made_by=this_run())
 
 
-@task(persist_result=False)
-def dequantize(source: Path, out: Path, resources: Resources) -> DequantizedResult:
-    """FP8 to BF16, a Hugging Face directory that transformers loads; resumed where a killed run stopped."""
+@task(cache_policy=OnDisk(stage="dequantize", ignored=("resources", "purpose")), result_serializer="json")
+def dequantize(source: SourceResult, out: Path, resources: Resources, purpose: str) -> DequantizedResult:
+    """FP8 to BF16, a Hugging Face directory that transformers loads; resumed where a killed run stopped.
+
+    ``purpose`` tells which released directory counts as present, see ``model.checkpoint.released``.
+    """
+    if is_damaged(out):
+        discard(out)
     with StageProgress("dequantize") as progress:
-        result = dequantize_directory(source, out, resources=resources, progress=progress)
-    return DequantizedResult(directory=out, files=file_results(result.files))
+        result = dequantize_directory(source.directory, out, resources=resources, progress=progress)
+    return DequantizedResult(directory=out, files=file_results(result.files), made_by=this_run())
 
 
-@task(persist_result=False)
-def convert(source: Path, out: Path, mp: int, weights: str | None, mtp: str, resources: Resources) -> CheckpointResult:
-    """The shards of every rank and their manifest; resumed where a killed run stopped."""
+@task(cache_policy=OnDisk(stage="convert", ignored=("resources",)), result_serializer="json")
+def convert(
+    source: SourceResult | DequantizedResult, out: Path, mp: int, weights: str, mtp: str, resources: Resources
+) -> CheckpointResult:
+    """Write the shards of every rank into a staging place beside ``out``; resumed where a killed run stopped.
+
+    A finished checkpoint of the same inputs at ``out`` is taken as it is; one that lost a file is made anew.
+    """
+    wanted = plan_shards(open_source(source.directory, mtp), mp=mp, weights=weights, mtp=mtp)
+    staged = out.with_name(out.name + STAGED_SUFFIX)
+    place = out if is_finished(out, wanted) else staged
     with StageProgress("convert") as progress:
-        manifest = convert_plan(plan_of(source, mp, weights, mtp), out, resources=resources, progress=progress)
+        manifest = convert_plan(wanted, place, resources=resources, progress=progress)
     reports.report_shards(manifest)
-    return checkpoint_result(out, manifest)
+    return checkpoint_result(place, out, manifest, this_run())
 
 
-@task(persist_result=False)
-def validate(checkpoint: Path, source: Path) -> ValidationResult:
+@task(cache_policy=OnDisk(stage="validate"), result_serializer="json")
+def validate(checkpoint: CheckpointResult, source: SourceResult) -> ValidationResult:
     """Prove that the shards equal their source, tensor for tensor and bit for bit."""
     with StageProgress("validate") as progress:
-        proven = verify(checkpoint, source, progress)
+        proven = verify(checkpoint.place, source.directory, progress)
     result = ValidationResult(
-        directory=checkpoint,
+        directory=checkpoint.out,
         files=proven.files,
         tensors=proven.tensors,
         source_tensors=proven.source_tensors,
         source_size=proven.source_size,
+        made_by=this_run(),
     )
     reports.report_validation(result)
     return result
-
-
-@task(persist_result=False)
-def publish(staged: Path, out: Path) -> CheckpointResult:
-    """Rename a validated checkpoint into its place, where an earlier run has not done so already."""
-    if staged != out:
-        if (out / MANIFEST).exists():
-            raise InputError(f"{out}: another run has published there meanwhile; remove {staged} or {out}")
-        with storage_errors(out):
-            staged.rename(out)
-            fsync_directory(out.parent)
-    return checkpoint_result(out, read_manifest(out))

@@ -1,12 +1,15 @@
 import os
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from prefect import flow
 
 from model.checkpoint.convert import convert
+from model.checkpoint.manifest import read_manifest
 from model.errors import InputError, RunError
 from tasks.launches import _output_of, reply, warm_up
+from tasks.results import checkpoint_result
 from tests.checkpoints import copy_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -14,12 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 @flow
 def warmed(checkpoint, mp, timeout_s):
-    return warm_up(checkpoint, mp, timeout_s)
+    return warm_up(result_of(checkpoint, mp), timeout_s)
 
 
 @flow
 def answered(checkpoint, mp, prompt):
-    return reply(checkpoint, mp, prompt, 4, 120)
+    return reply(result_of(checkpoint, mp), prompt, 4, 120)
+
+
+def result_of(directory, mp):
+    result = checkpoint_result(directory, directory, read_manifest(directory), made_by=str(uuid4()))
+    return result.model_copy(update={"mp": mp})
 
 
 @flow

@@ -63,6 +63,7 @@ class ReconvertParameters(BaseModel):
                 "source": self.repo,
                 "revision": commit,
                 "out": self.versions.directory(commit),
+                "work": self.versions.work,
                 "dequantize": "fused" if self.weights == "bf16" else None,
                 "keep_intermediates": "none",
             }

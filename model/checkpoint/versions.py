@@ -3,6 +3,7 @@
     ROOT/owner/name/<commit>/mp8-fp8/    a finished checkpoint, whose manifest names the same commit, mp and weights
     ROOT/owner/name/latest               -> <commit>/mp8-fp8
     ROOT/owner/name/.removing/           versions that are being removed; nothing under it is a version any more
+    ROOT/owner/name/.work/               downloads and intermediates of runs
     ROOT/owner/name/.lock                held for as long as the link or the set of versions changes
 
 Readers open ``latest/…``; it always names a finished version. To be safe from a swap in mid-load they resolve it once.
@@ -23,6 +24,7 @@ from model.errors import InputError, RunError
 
 LATEST = "latest"
 REMOVING = ".removing"
+WORK = ".work"
 LOCK = ".lock"
 VERSION = re.compile(r"(?P<commit>[0-9a-f]{40})/mp(?P<mp>[1-9][0-9]*)-(?P<weights>bf16|fp8)")
 
@@ -51,6 +53,11 @@ class Versions:
     def link(self) -> Path:
         """The symbolic link to the current version."""
         return self.home / LATEST
+
+    @property
+    def work(self) -> Path:
+        """Where runs put downloads and intermediates; safe to remove while none is at work."""
+        return self.home / WORK
 
     def directory(self, commit: str) -> Path:
         """Where the checkpoint of ``commit`` belongs."""

@@ -121,9 +121,11 @@ def _reply(params: PipelineParameters, checkpoint: CheckpointResult) -> str | No
 def _summary(result: PipelineResult) -> list[str]:
     origin = f"{result.source.repo} at {result.source.commit}" if result.source.repo else str(result.source.directory)
     size = decimal(sum(file.size for file in result.checkpoint.files))
-    return [
-        f"source: {origin}",
-        f"checkpoint: {result.checkpoint.out} ({result.checkpoint.weights}, mp {result.checkpoint.mp}, {size})",
-        tables.validation_fact(result.validation),
-        f"warm-up: {len(result.warm_up.ranks)} ranks, two tokens each",
+    lines = [
+        f"source: {origin}, {reports.link('plan', 'plan')}",
+        f"checkpoint: {result.checkpoint.out} ({result.checkpoint.weights}, mp {result.checkpoint.mp}, {size}), "
+        f"{reports.link('shards', 'shards')}",
+        f"{tables.validation_fact(result.validation)}, {reports.link('validation', 'validation')}",
+        f"warm-up: {len(result.warm_up.ranks)} ranks, two tokens each, {reports.link('warm-up', 'warm-up')}",
     ]
+    return [*lines, reports.link("reply", "reply")] if result.reply else lines

@@ -22,12 +22,18 @@ from tasks.results import (
 )
 
 ASSET_PREFIX = "shardflow://checkpoint"
+LONGEST_PATH = 480
+"""Prefect takes keys of up to 512 characters."""
+
 NOT_IN_ASSET_KEYS = re.compile(r"[^\w./:@=+,~-]")
 
 
 def checkpoint_asset(out: Path) -> str:
-    """The asset key of the checkpoint at ``out``; characters that Prefect takes in none become underscores."""
-    return ASSET_PREFIX + NOT_IN_ASSET_KEYS.sub("_", str(out))
+    """The asset key of the checkpoint at ``out``; characters that Prefect takes in none become underscores.
+
+    A path that is too long keeps its end, which tells most.
+    """
+    return ASSET_PREFIX + "/" + NOT_IN_ASSET_KEYS.sub("_", str(out)).lstrip("/")[-LONGEST_PATH:]
 
 
 def publish(checkpoint: CheckpointResult, validation: ValidationResult) -> CheckpointResult:

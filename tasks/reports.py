@@ -1,6 +1,7 @@
 """The reports of a run, as Prefect artifacts that a person reads: from the plan to a summary of the whole."""
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.settings import get_current_settings
 
 from model.checkpoint.describe import PlanSummary
 from model.checkpoint.manifest import Manifest
@@ -33,6 +34,12 @@ def report_reply(prompt: str, text: str) -> None:
     """A prompt and what the shards say to it."""
     quoted = "\n".join(f"> {line}" for line in text.splitlines())
     create_markdown_artifact(f"**{prompt}**\n\n{quoted}", key="reply", description="A greedy reply of the shards")
+
+
+def link(text: str, key: str) -> str:
+    """Markdown that leads to the artifact of that key in the UI; the text alone where no UI is known."""
+    ui = get_current_settings().ui_url
+    return f"[{text}]({str(ui).rstrip('/')}/artifacts/key/{key})" if ui else text
 
 
 def report_summary(lines: list[str]) -> None:

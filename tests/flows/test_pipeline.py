@@ -48,7 +48,9 @@ def test_from_a_directory_to_a_reply(tiny, tmp_path, expected):
     assert "139 source tensors" in artifacts("validation")[0]["data"]
     assert "legal mp: 1, 2, 4, 8" in artifacts("plan")[0]["description"]
     assert result.reply.splitlines()[0] in artifacts("reply")[0]["data"]
-    assert str(tmp_path / "out") in artifacts("summary")[0]["data"]
+    summary = artifacts("summary")[0]["data"]
+    assert str(tmp_path / "out") in summary
+    assert all(f"/artifacts/key/{key})" in summary for key in ("plan", "shards", "validation", "warm-up", "reply"))
     assert artifacts("convert-progress")[0]["data"] == 100.0
 
     before = tree_bytes(tmp_path / "out")

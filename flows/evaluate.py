@@ -1,11 +1,14 @@
 """The flow ``evaluate``: evidence for one checkpoint, by hand or for every new one that a trigger names."""
 
 from pathlib import Path
+from typing import Self
 
 from prefect import flow
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from model.evaluation.options import AGAINST_TOKENS
 from model.evaluation.record import Evaluation
+from model.evaluation.thresholds import LIMITS, check_limits
 from tasks.evaluation import evaluate as evaluate_stage
 
 
@@ -22,11 +25,37 @@ class EvaluateParameters(BaseModel):
     )
     stride: int | None = Field(None, description="Tokens from window to window; empty: one less than the window.", ge=1)
     batch: int = Field(4, description="Windows computed at once.", ge=1, le=4096)
+    against: Path | None = Field(
+        None,
+        description="A reference to agree with: other shards, or the Hugging Face directory that they came of. "
+        "Empty: none.",
+    )
+    against_tokens: int = Field(
+        AGAINST_TOKENS,
+        description="Compare the first tokens alone: as many, times the vocabulary, times 4 bytes lie on the disk "
+        "meanwhile.",
+        ge=1,
+    )
     max_perplexity: float | None = Field(
         None, description="Threshold: the run fails where perplexity is higher.", gt=1, allow_inf_nan=False
     )
     max_bits_per_byte: float | None = Field(
         None, description="Threshold: the run fails where a byte takes more bits.", gt=0, allow_inf_nan=False
+    )
+    max_kl: float | None = Field(
+        None,
+        description="Threshold: the run fails where the mean KL divergence from the reference is higher, in nats.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    max_kl_p99: float | None = Field(
+        None, description="Threshold: the same for its 99th percentile.", ge=0, allow_inf_nan=False
+    )
+    min_agreement: float | None = Field(
+        None,
+        description="Threshold: the run fails where fewer tokens have the reference's first choice, as a share.",
+        ge=0,
+        le=1,
     )
     gpu_limit: str | None = Field(
         None,
@@ -34,6 +63,12 @@ class EvaluateParameters(BaseModel):
         "Empty: none is taken.",
     )
     timeout_s: float = Field(3600.0, description="Hard limit on the evaluation, in seconds.", gt=0)
+
+    @model_validator(mode="after")
+    def _agreement_needs_a_reference(self) -> Self:
+        asked = self.model_dump(include={limit.name for limit in LIMITS}, exclude_none=True)
+        check_limits(asked, with_reference=self.against is not None)
+        return self
 
     @property
     def options(self) -> dict[str, object]:

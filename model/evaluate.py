@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,20 +18,21 @@ from pathlib import Path
 
 import torch
 
-from model.args import ModelArgs
-from model.checkpoint.manifest import Manifest
-from model.errors import RunError
-from model.evaluation.expert_load import counted_experts, expert_loads
-from model.evaluation.perplexity import WindowLoss, summarise, window_loss
-from model.evaluation.progress import shown_progress
+from model.checkpoint.manifest import Manifest, read_manifest
+from model.errors import InputError, RunError
+from model.evaluation.agreement import AgreementMeter, check_predictions
+from model.evaluation.measure import Measured, measure
+from model.evaluation.options import AGAINST_TOKENS, add_text_options, text_as_asked
+from model.evaluation.perplexity import summarise
+from model.evaluation.predictions import read_predictions
 from model.evaluation.record import EVALUATION, Compute, Evaluation, Run, manifest_digest, write_evaluation
-from model.evaluation.scoring import window_logits
-from model.evaluation.text import Text, read_text
-from model.evaluation.thresholds import LIMITS, judge
-from model.evaluation.windows import Window, check_windows, plan_windows
-from model.launch import run_command
+from model.evaluation.reference import PREDICT, predict_arguments, reference_ranks
+from model.evaluation.text import Text
+from model.evaluation.thresholds import LIMITS, check_limits, judge
+from model.evaluation.windows import check_windows, plan_windows
+from model.launch import run_command, start_ranks, status_of
 from model.options import add_model_options, load_as_asked, positive
-from model.ranks import agree
+from model.ranks import agree, is_rank
 from model.topology import Topology
 from model.transformer import Transformer
 
@@ -41,21 +43,24 @@ def main(arguments: Sequence[str] | None = None, program: str = f"python -m {MOD
     """Run the command and return its exit status: 0 done, 1 failed or below a threshold, 2 refused."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser(program).parse_args(arguments)
+    if options.against is not None and not is_rank():
+        return status_of(lambda: _against(options, arguments))
     return run_command(MODULE, arguments, options.checkpoint, partial(_work, options), options.device)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Measure a checkpoint on a text.")
     add_model_options(parser)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a bundled passage of a play)")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="evaluate the text's first N tokens alone")
+    add_text_options(parser)
+    parser.add_argument("--against", type=Path, metavar="DIR", help="agree with this checkpoint, or HF directory")
+    parser.add_argument("--predictions", type=Path, metavar="DIR", help="agree with these predictions (model.predict)")
     parser.add_argument(
-        "--window", type=positive, metavar="N", help="tokens seen at once (default: context, ≤2048)"
+        "--against-tokens",
+        type=positive,
+        default=AGAINST_TOKENS,
+        metavar="N",
+        help=f"compare the first N tokens (default {AGAINST_TOKENS}); the disk holds N x vocabulary x 4 bytes",
     )
-    parser.add_argument(
-        "--stride", type=positive, metavar="N", help="tokens between windows (default: window - 1)"
-    )
-    parser.add_argument("--batch", type=positive, default=4, metavar="N", help="windows computed at once (default 4)")
     for limit in LIMITS:
         parser.add_argument(limit.option, type=_finite, metavar="X", help=f"threshold: {limit.meaning}")
     parser.add_argument(
@@ -71,52 +76,50 @@ def _finite(text: str) -> float:
     return number
 
 
+def _against(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """First the reference's ranks, then the checkpoint's, which read what the first have written."""
+    manifest = read_manifest(options.checkpoint)
+    sizes = check_windows(options.window, options.stride, manifest.args)
+    ranks = reference_ranks(options.against)
+    with tempfile.TemporaryDirectory(prefix="shardflow-") as scratch:
+        status = start_ranks(PREDICT, predict_arguments(vars(options), Path(scratch), sizes), ranks).returncode
+        return status or start_ranks(MODULE, [*arguments, f"--predictions={scratch}"], manifest.mp).returncode
+
+
 def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, device: torch.device) -> None:
     """What each rank does. Whatever can be refused is found before the weights are loaded."""
-    window, stride = agree(topology, lambda: check_windows(options.window, options.stride, manifest.args))
-    text = agree(topology, lambda: _text(options, manifest.args) if topology.rank == 0 else None)
+    sizes = agree(topology, lambda: _checked(options, manifest))
+    text = agree(topology, lambda: text_as_asked(options, manifest.args) if topology.rank == 0 else None)
+    meter = agree(topology, lambda: None if text is None else _meter(options, manifest, text, sizes))
     ids: list[int] = topology.broadcast_object(text and text.ids)
     began = time.monotonic()
     model = load_as_asked(options, manifest, topology, device)
     loaded = time.monotonic()
-    windows = plan_windows(len(ids), window, stride)
-    with counted_experts(model) as counts:
-        losses = agree(topology, lambda: _losses(model, ids, windows, options.batch))
+    measured = agree(topology, lambda: measure(model, ids, plan_windows(len(ids), *sizes), options.batch, meter))
     run = Run(_device_name(device), round(loaded - began, 3), round(time.monotonic() - loaded, 3))
-    evaluation = None
-    if text is not None:
-        perplexity = summarise(losses, window=window, stride=stride, size=text.record.bytes)
-        evaluation = Evaluation(
-            manifest_sha256=manifest_digest(options.checkpoint),
-            text=text.record,
-            compute=_compute(options, model),
-            perplexity=perplexity,
-            expert_load=expert_loads(model, counts),
-            thresholds=judge(_asked(options), {"perplexity": asdict(perplexity)}),
-            run=run,
-        )
+    evaluation = None if text is None else _evaluation(options, model, text, measured, sizes, run)
     agree(topology, lambda: _finish(options, evaluation))
 
 
-def _text(options: argparse.Namespace, args: ModelArgs) -> Text:
-    return read_text(
-        options.text,
-        options.checkpoint,
-        args,
-        max_tokens=options.max_tokens,
-        trust_remote_code=options.trust_remote_code,
-    )
+def _checked(options: argparse.Namespace, manifest: Manifest) -> tuple[int, int]:
+    """Window and stride. Raises ``InputError`` where the options do not fit each other or the model."""
+    if options.against is not None and options.predictions is None:
+        raise InputError(
+            f"--against {options.against}: ranks that are started together compute one model; "
+            f"run {PREDICT} on the reference first, and give --predictions"
+        )
+    check_limits(_asked(options), options.predictions is not None)
+    return check_windows(options.window, options.stride, manifest.args)
 
 
-def _losses(model: Transformer, ids: list[int], windows: Sequence[Window], batch: int) -> list[WindowLoss]:
-    """Each window's loss, the same on every rank."""
-    losses = []
-    with shown_progress("evaluate", len(windows), "windows", quiet=model.topology.rank != 0) as advance:
-        for window, logits in window_logits(model, ids, windows, batch):
-            losses.append(window_loss(window, logits, ids))
-            mean = sum(loss.nats_per_token * loss.tokens for loss in losses) / sum(loss.tokens for loss in losses)
-            advance(1, f"{mean:.4f} nats a token")
-    return losses
+def _meter(
+    options: argparse.Namespace, manifest: Manifest, text: Text, sizes: tuple[int, int]
+) -> AgreementMeter | None:
+    if options.predictions is None:
+        return None
+    predictions = read_predictions(options.predictions)
+    check_predictions(predictions, text.ids, manifest.args.vocab_size, sizes)
+    return AgreementMeter(predictions)
 
 
 def _asked(options: argparse.Namespace) -> dict[str, float]:
@@ -125,14 +128,27 @@ def _asked(options: argparse.Namespace) -> dict[str, float]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _compute(options: argparse.Namespace, model: Transformer) -> Compute:
-    return Compute(
-        device=model.device.type,
-        dtype=str(model.execution.dtype).removeprefix("torch."),
-        fp8=model.execution.fp8,
-        attention=options.attention,
-        mp=model.topology.size,
-        batch=options.batch,
+def _evaluation(
+    options: argparse.Namespace, model: Transformer, text: Text, measured: Measured, sizes: tuple[int, int], run: Run
+) -> Evaluation:
+    perplexity = summarise(measured.losses, window=sizes[0], stride=sizes[1], size=text.record.bytes)
+    parts = {"perplexity": asdict(perplexity), "agreement": measured.agreement and asdict(measured.agreement)}
+    return Evaluation(
+        manifest_sha256=manifest_digest(options.checkpoint),
+        text=text.record,
+        compute=Compute(
+            device=model.device.type,
+            dtype=str(model.execution.dtype).removeprefix("torch."),
+            fp8=model.execution.fp8,
+            attention=options.attention,
+            mp=model.topology.size,
+            batch=options.batch,
+        ),
+        perplexity=perplexity,
+        agreement=measured.agreement,
+        expert_load=measured.expert_load,
+        thresholds=judge(_asked(options), parts),
+        run=run,
     )
 
 

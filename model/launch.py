@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -47,7 +47,8 @@ def run_command(module: str, arguments: Sequence[str], checkpoint: Path, work: r
     ``module`` with ``arguments`` is the command that a started rank runs; it must come here again, and ends here.
     Problems are printed on standard error, one ``error:`` line each, once.
     """
-    try:
+
+    def command() -> int:
         if ranks.is_rank():
             if ranks.first_without_launcher():
                 say_conflict()
@@ -59,6 +60,15 @@ def run_command(module: str, arguments: Sequence[str], checkpoint: Path, work: r
             return start_ranks(module, arguments, manifest.mp).returncode
         with ranks.join(1, own_device) as topology:
             work(manifest, topology, own_device)
+        return 0
+
+    return status_of(command)
+
+
+def status_of(command: Callable[[], int]) -> int:
+    """The exit status that ``command`` returns, or that of the problem it raises, printed on standard error."""
+    try:
+        return command()
     except ShardflowError as error:
         ranks.report(error)
         return error.exit_status
@@ -66,7 +76,6 @@ def run_command(module: str, arguments: Sequence[str], checkpoint: Path, work: r
         return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
 
 
 def start_ranks(

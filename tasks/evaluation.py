@@ -1,17 +1,23 @@
 """The evaluation as a stage: the ranks of ``model.evaluate``, their evidence as an artifact, its thresholds as law."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
+from model.args import ModelArgs
 from model.checkpoint.manifest import read_manifest
 from model.errors import RunError
 from model.evaluation.plots import loss_plot
 from model.evaluation.record import EVALUATION, Evaluation, parse_evaluation
-from tasks.evaluation_tables import markdown_table, result_rows, threshold_rows
+from model.evaluation.reference import PREDICT, as_arguments, predict_arguments, reference_ranks
+from model.evaluation.windows import check_windows
+from tasks.evaluation_tables import agreement_rows, markdown_table, result_rows, threshold_rows
 from tasks.gpu import gpu_slot
 from tasks.launches import _output_of
 
@@ -19,22 +25,36 @@ MODULE = "model.evaluate"
 
 
 @task(persist_result=False)
-def evaluate(checkpoint: Path, options: Mapping[str, object], timeout_s: float, gpu_limit: str | None) -> Evaluation:
+def evaluate(checkpoint: Path, options: Mapping[str, Any], timeout_s: float, gpu_limit: str | None) -> Evaluation:
     """Evaluate ``checkpoint`` on its own ranks, ended after ``timeout_s`` seconds whatever happens.
 
     ``options`` are those of ``model.evaluate`` by name; None leaves one out. ``gpu_limit`` names the global concurrency
     limit of which a slot is held while the ranks run. Raises ``RunError`` with a line for each threshold that was not
     reached, once ``evaluation.json`` and the artifact say so.
     """
-    mp = read_manifest(checkpoint).mp
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    with gpu_slot(gpu_limit):
-        printed = _output_of(MODULE, [str(checkpoint), "--only-report", *given], mp, timeout_s)
+    manifest = read_manifest(checkpoint)
+    arguments = [str(checkpoint), "--only-report", *as_arguments({**options, "against": None})]
+    with gpu_slot(gpu_limit), _predictions(options, manifest.args, timeout_s) as predictions:
+        printed = _output_of(MODULE, [*arguments, *predictions], manifest.mp, timeout_s)
     evaluation = parse_evaluation(printed, MODULE)
     report_evaluation(checkpoint, evaluation)
     if evaluation.problems:
         raise RunError(f"{checkpoint / EVALUATION}: {problem}" for problem in evaluation.problems)
     return evaluation
+
+
+@contextmanager
+def _predictions(options: Mapping[str, Any], args: ModelArgs, timeout_s: float) -> Iterator[list[str]]:
+    """The option with the reference's predictions, where there is a reference; they are removed afterwards."""
+    reference = options.get("against")
+    if reference is None:
+        yield []
+        return
+    sizes = check_windows(options.get("window"), options.get("stride"), args)
+    with TemporaryDirectory(prefix="shardflow-") as scratch:
+        arguments = predict_arguments(options, Path(scratch), sizes)
+        _output_of(PREDICT, arguments, reference_ranks(reference), timeout_s)
+        yield [f"--predictions={scratch}"]
 
 
 def report_evaluation(checkpoint: Path, evaluation: Evaluation) -> None:
@@ -45,6 +65,7 @@ def report_evaluation(checkpoint: Path, evaluation: Evaluation) -> None:
         f"## {checkpoint.name}",
         verdict if evaluation.thresholds else "No threshold was asked for.",
         markdown_table(result_rows(evaluation)),
+        *([markdown_table(agreement_rows(evaluation.agreement))] if evaluation.agreement else []),
         *([markdown_table(threshold_rows(evaluation))] if evaluation.thresholds else []),
         f"![loss of each window](data:image/png;base64,{picture})",
     ]

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from model.evaluation.agreement import Agreement
 from model.evaluation.record import Evaluation
 
 Rows = list[dict[str, Any]]
@@ -22,6 +23,20 @@ def result_rows(evaluation: Evaluation) -> Rows:
             "computed": f"{compute.dtype}{' and FP8' if compute.fp8 else ''}, {compute.attention}, mp {compute.mp}",
             "device": run.device_name,
             "seconds": f"{run.load_s:.1f} loading, {run.evaluate_s:.1f} evaluating",
+        }
+    )
+
+
+def agreement_rows(agreement: Agreement) -> Rows:
+    """How the model agrees with its reference."""
+    reference = agreement.reference
+    return _pairs(
+        {
+            "reference": f"{reference.name} ({reference.kind}, {reference.dtype})",
+            "mean KL, nats": f"{agreement.mean_kl:.3e}",
+            "99th percentile": f"{agreement.p99_kl:.3e}",
+            "same first choice": f"{agreement.top1:.2%}",
+            "tokens": f"{agreement.tokens:,}",
         }
     )
 

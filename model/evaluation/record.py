@@ -15,8 +15,10 @@ from model.checkpoint.manifest import MANIFEST, tool_version
 from model.checkpoint.source import read_json
 from model.checkpoint.storage import json_bytes, reading, storage_errors, write_atomically
 from model.errors import InputError
+from model.evaluation.agreement import Agreement
 from model.evaluation.expert_load import ExpertLoad
 from model.evaluation.perplexity import Perplexity, WindowLoss
+from model.evaluation.predictions import Reference
 from model.evaluation.text import TextRecord
 from model.evaluation.thresholds import Threshold
 
@@ -53,6 +55,7 @@ class Evaluation:
     text: TextRecord
     compute: Compute
     perplexity: Perplexity
+    agreement: Agreement | None
     expert_load: tuple[ExpertLoad, ...]
     thresholds: tuple[Threshold, ...]
     run: Run
@@ -78,17 +81,24 @@ class Evaluation:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Evaluation":
         """The evaluation of parsed JSON. Raises ``KeyError`` or ``TypeError`` where it holds anything else."""
-        loss = fields["perplexity"]
+        loss, agreement = fields["perplexity"], fields["agreement"]
         return cls(
             manifest_sha256=fields["manifest_sha256"],
             text=TextRecord(**fields["text"]),
             compute=Compute(**fields["compute"]),
             perplexity=Perplexity(**loss | {"windows": tuple(WindowLoss(**window) for window in loss["windows"])}),
+            agreement=agreement and _agreement(agreement),
             expert_load=tuple(ExpertLoad(load["layer"], tuple(load["counts"])) for load in fields["expert_load"]),
             thresholds=tuple(Threshold(**threshold) for threshold in fields["thresholds"]),
             run=Run(**fields["run"]),
             tool=fields["tool"],
         )
+
+
+def _agreement(fields: dict[str, Any]) -> Agreement:
+    return Agreement(
+        **fields | {"reference": Reference(**fields["reference"]), "windows": tuple(fields["windows"])},
+    )
 
 
 def manifest_digest(checkpoint: Path) -> str:

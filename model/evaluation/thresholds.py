@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model.errors import InputError
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -24,6 +26,9 @@ class Limit:
 LIMITS = (
     Limit("max_perplexity", "perplexity", "perplexity", True, "highest perplexity of the text"),
     Limit("max_bits_per_byte", "perplexity", "bits_per_byte", True, "most bits a byte of the text"),
+    Limit("max_kl", "agreement", "mean_kl", True, "highest mean KL divergence from the reference, in nats"),
+    Limit("max_kl_p99", "agreement", "p99_kl", True, "highest 99th percentile of the KL divergence"),
+    Limit("min_agreement", "agreement", "top1", False, "least share of tokens with the reference's first choice"),
 )
 
 
@@ -40,6 +45,13 @@ class Threshold:
         """One line about one that was not passed."""
         side = "above" if self.actual > self.limit else "below"
         return f"{self.name}: {self.actual:.6g} is {side} the limit of {self.limit:.6g}"
+
+
+def check_limits(asked: Mapping[str, float], with_reference: bool) -> None:
+    """Raise ``InputError`` for each limit in ``asked`` whose value would not be measured."""
+    lost = [limit.option for limit in LIMITS if limit.name in asked and limit.part == "agreement"]
+    if lost and not with_reference:
+        raise InputError(f"{option}: needs a reference to agree with; give --against" for option in lost)
 
 
 def judge(asked: Mapping[str, float], results: Mapping[str, Any]) -> tuple[Threshold, ...]:

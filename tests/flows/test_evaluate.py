@@ -44,6 +44,22 @@ def test_a_failed_threshold_fails_the_run_and_is_written_down(checkpoint):
 
 
 @pytest.mark.usefixtures("prefect_server")
+def test_agreement_with_the_source(checkpoint, tiny):
+    params = EvaluateParameters(checkpoint=checkpoint, max_tokens=60, window=32, against=tiny, max_kl=1e-6)
+    result = evaluate(params)
+    assert result.agreement.tokens == 60
+    assert result.agreement.mean_kl < 1e-9
+    page = artifacts("evaluation")[0]["data"]
+    assert "| reference | tiny-v3 (transformers, float32) |" in page
+    assert "| max_kl | 1e-06 |" in page
+
+
+def test_a_threshold_of_agreement_needs_a_reference():
+    with pytest.raises(ValidationError, match=r"--min-agreement: needs a reference to agree with; give --against"):
+        EvaluateParameters(checkpoint="out", min_agreement=0.9)
+
+
+@pytest.mark.usefixtures("prefect_server")
 def test_the_command_s_own_refusal_reaches_the_flow(checkpoint):
     with pytest.raises(InputError, match="window 513: takes 2 to 512 tokens"):
         evaluate(EvaluateParameters(checkpoint=checkpoint, window=513))

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from model.errors import InputError
+from model.evaluation.agreement import Agreement
 from model.evaluation.expert_load import ExpertLoad
 from model.evaluation.perplexity import Perplexity, WindowLoss
+from model.evaluation.predictions import Reference
 from model.evaluation.record import (
     EVALUATION,
     Compute,
@@ -35,6 +37,7 @@ def evaluation(checkpoint, **asked) -> Evaluation:
         text=TextRecord("a.txt", "0" * 64, 88),
         compute=Compute("cpu", "float32", False, "absorbed", 1, 4),
         perplexity=loss,
+        agreement=Agreement(Reference("shards", "a", "1" * 64, "float32"), 30, 1e-3, 0.1, 0.97, (1e-3, 2e-3)),
         expert_load=(ExpertLoad(1, (3, 0, 57)),),
         thresholds=judge(asked, {"perplexity": dataclasses.asdict(loss)}),
         run=Run("CPU", 0.1, 0.2),

@@ -1,8 +1,10 @@
 """One server and one worker for all tests of this folder; starting them takes about 20 seconds."""
 
+import sys
+
 import pytest
 
-from tests.integration.processes import POOL, prefect
+from tests.integration.processes import HEARTBEAT_S, POOL, prefect
 
 
 @pytest.fixture(scope="session")
@@ -11,6 +13,7 @@ def team(tmp_path_factory: pytest.TempPathFactory):
     with prefect(tmp_path_factory.mktemp("team")) as running:
         running.cli("work-pool", "create", POOL, "--type", "process")
         running.cli("gcl", "create", "gpu", "--limit", "1")
+        running.run([sys.executable, "-m", "flows.zombies", "--within", str(HEARTBEAT_S + 10)])
         running.cli("--no-prompt", "deploy", "--all")
         running.start_worker()
         yield running

@@ -63,8 +63,8 @@ class Prefect:
 
         wait_for(healthy, 120, "the server answers")
 
-    def start_worker(self, name: str = "worker") -> subprocess.Popen[bytes]:
-        """Start a worker of the pool and wait until the server knows it."""
+    def start_worker(self, name: str = "worker") -> None:
+        """Start a worker of the pool and wait until the server knows it; it is ``self.worker`` from then on."""
         worker = self._start(name, "worker", "start", "--pool", POOL, "--type", "process", "--name", name)
 
         def online() -> bool:
@@ -73,7 +73,7 @@ class Prefect:
             return any((w["name"], w["status"]) == (name, "ONLINE") for w in workers)
 
         wait_for(online, 60, f"{name} is online")
-        return worker
+        self.worker = worker
 
     def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self.place / f"{name}.log").open("ab") as log:
@@ -83,28 +83,22 @@ class Prefect:
             )  # fmt: skip
 
     def processes(self, having: str = "") -> dict[int, str]:
-        """Command lines, by id, of all that run with this mark and hold ``having``."""
+        """Command lines, by id, of all that run with this mark and hold ``having``; zombies have none."""
         found = {}
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if (
-                    f"{MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0")
-                    and having in command
-                ):
+                command = (place / "cmdline").read_text(errors="replace").replace("\0", " ")
+                if command and having in command and f"{MARK}={self.mark}" in _environment(int(place.name)):
                     found[int(place.name)] = command
         return found
 
     def flow_process(self, run: str) -> int:
-        """Process id of the flow run ``run``, told by the environment that the worker gave it."""
-        wanted = f"PREFECT__FLOW_RUN_ID={run}".encode()
-        ids = []
-        for pid in self.processes("prefect.flow_engine"):
-            with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    ids.append(pid)
-        assert ids, f"no process of flow run {run} among {self.processes()}"
-        return min(ids)
+        """Id of the process in which the worker runs a flow run, once there is one."""
+
+        def ids() -> list[int]:
+            return [pid for pid in self.processes("prefect") if f"PREFECT__FLOW_RUN_ID={run}" in _environment(pid)]
+
+        return min(wait_for(ids, 60, f"flow run {run} has a process"))
 
     def end(self) -> None:
         """End everything: SIGTERM, and SIGKILL for what is left after ten seconds."""
@@ -145,6 +139,10 @@ class Prefect:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What the API answers to ``body``."""
         return _content(self.client.post(path, json=body))
+
+    def patch(self, path: str, body: dict[str, Any]) -> None:
+        """Change what the API holds at ``path``."""
+        _content(self.client.patch(path, json=body))
 
     def start_run(self, deployment: str, params: dict[str, Any]) -> str:
         """Start a run of ``flow/name`` with these ``params``; returns its id."""
@@ -198,6 +196,12 @@ def wait_for(condition: Callable[[], Any], timeout: float, what: str, every: flo
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
         time.sleep(every)
     return value
+
+
+def _environment(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    return []
 
 
 def _content(response: httpx.Response) -> Any:

@@ -1,11 +1,18 @@
 """What a team does, against a real Prefect server and worker: deploy, run, cancel, lose a machine, share a GPU."""
 
+import json
+import os
+import signal
+import time
 from datetime import datetime
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 
+from model.checkpoint.verify import verify
 from tests.integration.processes import wait_for
+from tests.random_checkpoints import small_family, write_random
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -30,11 +37,10 @@ def test_everything_is_deployed_with_its_schedule_limit_and_trigger(team):
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert nightly["global_concurrency_limit"]["limit"] == 1
     assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
-    planned = [
-        run["expected_start_time"] for run in wait_for(lambda: team.runs_of("reconvert"), 30, "runs are planned")
-    ]
-    local = [datetime.fromisoformat(time).astimezone(ZoneInfo("Europe/Berlin")) for time in planned]
-    assert {(time.hour, time.minute) for time in local} == {(2, 30)}
+    runs = wait_for(lambda: team.runs_of("reconvert"), 30, "the scheduler plans runs")
+    planned = [datetime.fromisoformat(run["expected_start_time"]) for run in runs]
+    local = [moment.astimezone(ZoneInfo("Europe/Berlin")) for moment in planned]
+    assert {(moment.hour, moment.minute) for moment in local} == {(2, 30)}
     evaluation = found["evaluate/on-new-checkpoint"]
     owned = [a for a in team.post("/automations/filter", {}) if a["name"] == "evaluate each new checkpoint"]
     (automation,) = owned
@@ -62,3 +68,153 @@ def test_a_wrong_parameter_is_refused_with_its_path(team, deployment, change, pa
     assert answer.status_code == 409
     assert f"'{path}'" in answer.json()["detail"]
     assert {run["state_type"] for run in team.runs_of(deployment.partition("/")[0])} <= {"SCHEDULED"}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """About 160 MB of FP8 weights: written in seconds, and long enough to be met in the middle."""
+    family = small_family(
+        files=8, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=1024, num_hidden_layers=6,
+        n_routed_experts=8, num_attention_heads=8, vocab_size=16384, q_lora_rank=512, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    return write_random(family, tmp_path_factory.mktemp("large") / "source")
+
+
+@pytest.fixture
+def no_evaluation(team):
+    """Checkpoints that are published meanwhile start no evaluation."""
+    (automation,) = [a for a in team.post("/automations/filter", {}) if a["name"] == "evaluate each new checkpoint"]
+    team.patch(f"/automations/{automation['id']}", {"enabled": False})
+    yield
+    team.patch(f"/automations/{automation['id']}", {"enabled": True})
+
+
+def tiny_params(tiny: Path, out: Path) -> dict[str, object]:
+    return {"source": str(tiny), "out": str(out), "mp": 2, "weights": "bf16", "dequantize": "fused"}
+
+
+def large_params(large: Path, out: Path) -> dict[str, object]:
+    """One file after the other, so that the second is at work when the first is finished."""
+    return {"source": str(large), "out": str(out), "mp": 2, "weights": "bf16", "dequantize": "fused", "workers": 1}
+
+
+def identity(path: Path) -> tuple[int, int]:
+    return path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def stop_in_mid_conversion(team, run: str, place: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Freeze a flow run when its first shard is finished; returns its process and the identity of that shard."""
+    process = team.flow_process(run)
+    (note,) = wait_for(lambda: list(place.glob("*.partial/done/*.json")), 60, "the first shard is finished", 0.002)
+    os.kill(process, signal.SIGSTOP)
+    shard = note.parents[1] / "files" / note.name.removesuffix(".json")
+    assert not (place / "out").exists()
+    assert list(place.glob("*.partial/done/*.json")) == [note], "frozen too late: the second is finished, too"
+    return process, {shard.name: identity(shard)}
+
+
+def check_resumed(team, params: dict[str, object], finished: dict[str, tuple[int, int]]) -> None:
+    """A run with the same parameters goes on with what is missing, and ends with a proven checkpoint."""
+    team.wait(team.start_run("checkpoint-pipeline/tiny", params))
+    out = Path(str(params["out"]))
+    assert {name: identity(out / name) for name in finished} == finished, "a finished shard was written again"
+    assert verify(out, Path(str(params["source"]))).files > 0
+    assert list(out.parent.glob("*.partial")) == []
+
+
+def test_a_new_checkpoint_is_evaluated_once_and_a_cached_rerun_not_at_all(team, tiny, tmp_path):
+    params = tiny_params(tiny, tmp_path / "first & 'best'")
+    given = f"params={json.dumps(params)}"
+    assert "Completed" in team.cli("deployment", "run", "checkpoint-pipeline/tiny", "--param", given, "--watch")
+
+    def evaluated() -> list[str]:
+        ended = [run for run in team.runs_of("evaluate") if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED")]
+        return [run["parameters"]["params"]["checkpoint"] for run in ended]
+
+    wait_for(evaluated, 90, "the first checkpoint is evaluated")
+    assert (tmp_path / "first & 'best'" / "evaluation.json").exists()
+
+    again = team.start_run("checkpoint-pipeline/tiny", params)
+    team.wait(again)
+    stages = dict.fromkeys(("convert", "validate", "publish", "warm_up"), "Cached")
+    wait_for(lambda: stages.items() <= team.task_states(again).items(), 20, "all stages of the re-run are cached")
+
+    # What is published after the re-run is evaluated: had the re-run been, too, that would stand before it.
+    second = tiny_params(tiny, tmp_path / "second")
+    team.wait(team.start_run("checkpoint-pipeline/tiny", second))
+    wait_for(lambda: len(evaluated()) > 1, 90, "the second checkpoint is evaluated")
+    assert evaluated() == [params["out"], second["out"]]
+    assert {run["state_type"] for run in team.runs_of("evaluate")} == {"COMPLETED"}
+    (first, _) = team.events("prefect.asset.materialization.succeeded")
+    assert first["resource"]["prefect.resource.id"].startswith("shardflow://checkpoint/")
+    assert first["payload"].keys() == {"checkpoint", "mp", "weights", "manifest_sha256"}
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_cancelled_in_mid_conversion_nothing_half_written_stays_and_the_next_run_resumes(team, large, tmp_path):
+    params = large_params(large, tmp_path / "out")
+    run = team.start_run("checkpoint-pipeline/tiny", params)
+    process, finished = stop_in_mid_conversion(team, run, tmp_path)
+    team.cli("flow-run", "cancel", run)
+    wait_for(lambda: asked_to_end(process), 60, "the worker asks the flow's process to end")
+    os.kill(process, signal.SIGCONT)
+    team.wait(run, want="CANCELLED")
+    wait_for(lambda: process not in team.processes(), 30, "the flow's process ends")
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".partial", ".work"}
+    check_resumed(team, params, finished)
+
+
+def asked_to_end(process: int) -> bool:
+    """Whether SIGTERM waits for a frozen process, or SIGKILL has ended it."""
+    status = Path(f"/proc/{process}/status")
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
+    return not lines or lines["State"].split()[0] == "Z" or bool(int(lines["ShdPnd"], 16) & 1 << (signal.SIGTERM - 1))
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_killed_flow_takes_its_ranks_along_and_a_lost_machine_is_noticed(team, tiny, large, tmp_path):
+    params = large_params(large, tmp_path / "out")
+    lost = team.start_run("checkpoint-pipeline/tiny", params)
+    process, finished = stop_in_mid_conversion(team, lost, tmp_path)
+    team.worker.kill()
+    team.worker.wait()
+    os.kill(process, signal.SIGKILL)
+    team.start_worker("second-worker")
+    assert team.state(lost) == "RUNNING", "nobody can know yet"
+
+    killed = team.start_run("checkpoint-pipeline/tiny", tiny_params(tiny, tmp_path / "tiny"))
+    wait_for(lambda: len(team.processes("model.warmup")) >= 2, 90, "the ranks of the warm-up run", 0.05)
+    os.kill(team.flow_process(killed), signal.SIGKILL)
+    wait_for(lambda: not team.processes("model.warmup"), 15, "no rank outlives its flow")
+    team.wait(killed, want="CRASHED")
+
+    team.wait(lost, want="CRASHED")
+    assert "its heartbeat was lost" in team.get(f"/flow_runs/{lost}")["state"]["message"]
+    assert not (tmp_path / "out").exists()
+    check_resumed(team, params, finished)
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_two_warm_ups_have_the_gpu_one_after_the_other(team, tiny, tmp_path):
+    outs = [str(tmp_path / name) for name in ("one", "two")]
+    slot = {"names": ["gpu"], "slots": 1, "mode": "concurrency"}
+    team.post("/v2/concurrency_limits/increment", slot)
+    runs = [
+        team.start_run("checkpoint-pipeline/tiny", tiny_params(tiny, Path(out)) | {"gpu_limit": "gpu"}) for out in outs
+    ]
+    for run in runs:
+        wait_for(lambda run=run: team.task_states(run).get("warm_up") == "Running", 90, "a warm-up waits for the GPU")
+    assert team.processes("model.warmup") == {}, "the GPU is taken"
+    team.post("/v2/concurrency_limits/decrement", slot)
+
+    seen = set()
+    while any(team.state(run) == "RUNNING" for run in runs):
+        commands = team.processes("model.warmup").values()
+        warming = {out for out in outs for command in commands if f" {out} " in command}
+        assert len(warming) <= 1, "two have the GPU at once"
+        seen |= warming
+        time.sleep(0.05)
+    assert seen == set(outs)
+    for run in runs:
+        team.wait(run)

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from flows.parameters import PipelineParameters
 from model.checkpoint.convert import check_output
 from model.checkpoint.describe import PlanSummary
+from model.checkpoint.jobs import Spread
 from model.checkpoint.locate import check_revision, download_directory, is_hub_id
 from model.checkpoint.released import discard
 from model.checkpoint.verify import VerificationError
@@ -20,6 +21,7 @@ from tasks.launches import reply, warm_up
 from tasks.publication import publish, release_intermediates
 from tasks.results import CheckpointResult, DequantizedResult, Result, SourceResult, ValidationResult, WarmUpResult
 from tasks.source import download, local_source, resolve_revision
+from tasks.spreading import spread_by
 from tasks.stages import convert, dequantize, plan, validate
 
 READERS_OF_INTERMEDIATES = ("plan", "dequantize", "convert", "validate")
@@ -80,7 +82,11 @@ def _dequantize(
     """The BF16 directory, where there is one to make: BF16 shards of an FP8 source, not dequantised on the way."""
     if (planned.source_weights, planned.weights) != ("fp8", "bf16") or params.dequantize == "fused":
         return None
-    return dequantize(source, _bf16_directory(params, source), params.resources, purpose)
+    return dequantize(source, _bf16_directory(params, source), params.resources, _spread(params), purpose)
+
+
+def _spread(params: PipelineParameters) -> Spread:
+    return spread_by(params.task_runner, params.workers, params.ray_address)
 
 
 def _bf16_directory(params: PipelineParameters, source: SourceResult) -> Path:
@@ -103,7 +109,8 @@ def _convert_and_validate(
     Only a failed proof removes them. A run that is cancelled or killed while it proves keeps hours of conversion.
     """
     with transaction():
-        shards = convert(converted_from, out, params.mp, planned.weights, params.mtp, params.resources)
+        what = (converted_from, out, params.mp, planned.weights, params.mtp)
+        shards = convert(*what, params.resources, _spread(params))
         try:
             return shards, validate(shards, source)
         except VerificationError:

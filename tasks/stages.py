@@ -9,6 +9,7 @@ from model.checkpoint.convert import convert_plan, is_finished
 from model.checkpoint.dequantize import dequantize as dequantize_directory
 from model.checkpoint.dequantize import is_damaged
 from model.checkpoint.describe import describe
+from model.checkpoint.jobs import Spread
 from model.checkpoint.plan import plan_shards
 from model.checkpoint.released import discard
 from model.checkpoint.source import open_source
@@ -26,6 +27,9 @@ from tasks.results import (
     file_results,
 )
 
+HOW = ("resources", "spread")
+"""Arguments that decide how a stage works, not what it gives."""
+
 STAGED_SUFFIX = ".staged"
 """Beside the output: where shards lie until they are proven."""
 
@@ -38,32 +42,42 @@ def plan(source: SourceResult, mp: int, weights: str | None, mtp: str) -> PlanRe
     return PlanResult(summary=summary, made_by=this_run())
 
 
-@task(cache_policy=OnDisk(stage="dequantize", ignored=("resources", "purpose")), result_serializer="json")
-def dequantize(source: SourceResult, out: Path, resources: Resources, purpose: str) -> DequantizedResult:
+@task(cache_policy=OnDisk(stage="dequantize", ignored=(*HOW, "purpose")), result_serializer="json")
+def dequantize(
+    source: SourceResult, out: Path, resources: Resources, spread: Spread, purpose: str
+) -> DequantizedResult:
     """FP8 to BF16, a Hugging Face directory that transformers loads; resumed where a killed run stopped.
 
+    Each file is a task of its own where ``spread`` puts it, see ``tasks.spreading``.
     ``purpose`` tells which released directory counts as present, see ``model.checkpoint.released``.
     """
     if is_damaged(out):
         discard(out)
     with StageProgress("dequantize") as progress:
-        result = dequantize_directory(source.directory, out, resources=resources, progress=progress)
+        result = dequantize_directory(source.directory, out, resources=resources, progress=progress, spread=spread)
     return DequantizedResult(directory=out, files=file_results(result.files), made_by=this_run())
 
 
-@task(cache_policy=OnDisk(stage="convert", ignored=("resources",)), result_serializer="json")
+@task(cache_policy=OnDisk(stage="convert", ignored=HOW), result_serializer="json")
 def convert(
-    source: SourceResult | DequantizedResult, out: Path, mp: int, weights: str, mtp: str, resources: Resources
+    source: SourceResult | DequantizedResult,
+    out: Path,
+    mp: int,
+    weights: str,
+    mtp: str,
+    resources: Resources,
+    spread: Spread,
 ) -> CheckpointResult:
     """Write the shards of every rank into a staging place beside ``out``; resumed where a killed run stopped.
 
+    Each rank is a task of its own where ``spread`` puts it, see ``tasks.spreading``.
     A finished checkpoint of the same inputs at ``out`` is taken as it is; one that lost a file is made anew.
     """
     wanted = plan_shards(open_source(source.directory, mtp), mp=mp, weights=weights, mtp=mtp)
     staged = out.with_name(out.name + STAGED_SUFFIX)
     place = out if is_finished(out, wanted) else staged
     with StageProgress("convert") as progress:
-        manifest = convert_plan(wanted, place, resources=resources, progress=progress)
+        manifest = convert_plan(wanted, place, resources=resources, progress=progress, spread=spread)
     reports.report_shards(manifest)
     return checkpoint_result(place, out, manifest, this_run())
 

@@ -32,7 +32,7 @@ def run(params, **changes):
     flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:
         tasks = sorted(client.read_task_runs(flow_run_filter=flow_run), key=lambda task: task.expected_start_time)
-    stages = [task for task in tasks if task.name.split("-")[0] not in ("resolve_revision", "write_file")]
+    stages = [task for task in tasks if not task.task_key.startswith(("resolve_revision", "write_file"))]
     names = {task.task_key.split(".")[-1].split("-")[0].lstrip("_"): task.state.name for task in stages}
     worked = [name for name, state in names.items() if state == "Completed"]
     cached = [name for name, state in names.items() if state == "Cached"]

@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[ray,test,dev]"
 	@touch $@
 
 demo: $(STAMP)

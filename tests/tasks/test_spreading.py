@@ -87,12 +87,15 @@ def expected(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_machines():
     """The address of a Ray cluster of two nodes, of one worker process each."""
+    from ray import cloudpickle
     from ray.cluster_utils import Cluster
 
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     yield cluster.address
     cluster.shutdown()
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def identity(path):
@@ -172,8 +175,7 @@ def test_a_failing_file_is_the_project_s_own_error_and_the_rest_is_kept(tiny, tm
 
 def test_a_job_is_as_large_as_what_it_reads(tiny, tmp_path):
     plan = plan_shards(open_source(tiny), mp=1)
-    (whole,) = plan.files
-    small = replace(whole, targets=whole.targets[:1])
+    small = replace(plan.files[0], targets=plan.files[0].targets[:1])
     stamps = (*plan.source.headers, *(FileStamp(Path(f"/source/{number}"), 1, 1) for number in range(10_000)))
     (job,) = jobs_for([small], stamps, (128, 128), tmp_path, 1 << 20)
     assert [stamp.path for stamp in job.stamps] == list(small.sources())

@@ -1,7 +1,7 @@
 """The flow ``evaluate``: evidence for one checkpoint, by hand or for every new one that a trigger names."""
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -56,6 +56,9 @@ class EvaluateParameters(BaseModel):
         description="Threshold: the run fails where fewer tokens have the reference's first choice, as a share.",
         ge=0,
         le=1,
+    )
+    speed: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        (), description="Batch sizes at which generation is measured, too; empty: it is not."
     )
     gpu_limit: str | None = Field(
         None,

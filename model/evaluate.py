@@ -1,13 +1,14 @@
 """The command ``python -m model.evaluate CKPT``: what a checkpoint makes of a text, as evidence beside it.
 
 It starts its own ranks, or is one of ``torchrun --nproc-per-node N -m model.evaluate CKPT …``. Standard output is the
-evaluation as JSON, which is also written to ``evaluation.json`` in the checkpoint; progress goes to standard error.
-A threshold that is not reached is written down there, and gives exit status 1.
+evaluation as JSON, which is also written to ``evaluation.json`` in the checkpoint, with a page for people beside it.
+Progress goes to standard error. A threshold that is not reached is written down, and gives exit status 1.
 """
 
 import argparse
 import json
 import math
+import platform
 import sys
 import tempfile
 import time
@@ -27,6 +28,8 @@ from model.evaluation.perplexity import summarise
 from model.evaluation.predictions import read_predictions
 from model.evaluation.record import EVALUATION, Compute, Evaluation, Run, manifest_digest, write_evaluation
 from model.evaluation.reference import PREDICT, predict_arguments, reference_ranks
+from model.evaluation.report import write_report
+from model.evaluation.speed import measure_speed
 from model.evaluation.text import Text
 from model.evaluation.thresholds import LIMITS, check_limits, judge
 from model.evaluation.windows import check_windows, plan_windows
@@ -61,12 +64,19 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="N",
         help=f"compare the first N tokens (default {AGAINST_TOKENS}); the disk holds N x vocabulary x 4 bytes",
     )
+    parser.add_argument(
+        "--speed", type=_batches, default=(), metavar="B,…", help="measure generation at these batch sizes, too"
+    )
     for limit in LIMITS:
         parser.add_argument(limit.option, type=_finite, metavar="X", help=f"threshold: {limit.meaning}")
     parser.add_argument(
         "--only-report", action="store_true", help="end with status 0 where a threshold is not reached, too"
     )
     return parser
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(positive(number) for number in text.split(","))
 
 
 def _finite(text: str) -> float:
@@ -96,7 +106,9 @@ def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, d
     model = load_as_asked(options, manifest, topology, device)
     loaded = time.monotonic()
     measured = agree(topology, lambda: measure(model, ids, plan_windows(len(ids), *sizes), options.batch, meter))
-    run = Run(_device_name(device), round(loaded - began, 3), round(time.monotonic() - loaded, 3))
+    evaluated = time.monotonic()
+    speed = measure_speed(model, ids, options.speed)
+    run = Run(_device_name(device), round(loaded - began, 3), round(evaluated - loaded, 3), speed)
     evaluation = None if text is None else _evaluation(options, model, text, measured, sizes, run)
     agree(topology, lambda: _finish(options, evaluation))
 
@@ -153,13 +165,16 @@ def _evaluation(
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, threads: {torch.get_num_threads()}"
 
 
 def _finish(options: argparse.Namespace, evaluation: Evaluation | None) -> None:
     """Rank 0 alone has one. It is written down before a threshold may end the run."""
     if evaluation is None:
         return
+    write_report(options.checkpoint, evaluation)
     write_evaluation(options.checkpoint, evaluation)
     print(json.dumps(evaluation.to_json(), indent=2), flush=True)
     if evaluation.problems and not options.only_report:

@@ -13,11 +13,12 @@ from prefect.artifacts import create_markdown_artifact
 from model.args import ModelArgs
 from model.checkpoint.manifest import read_manifest
 from model.errors import RunError
-from model.evaluation.plots import loss_plot
+from model.evaluation.plots import load_plot, loss_plot
 from model.evaluation.record import EVALUATION, Evaluation, parse_evaluation
 from model.evaluation.reference import PREDICT, as_arguments, predict_arguments, reference_ranks
+from model.evaluation.report import REPORT
+from model.evaluation.tables import Rows, tables
 from model.evaluation.windows import check_windows
-from tasks.evaluation_tables import agreement_rows, markdown_table, result_rows, threshold_rows
 from tasks.gpu import gpu_slot
 from tasks.launches import _output_of
 
@@ -60,13 +61,20 @@ def _predictions(options: Mapping[str, Any], args: ModelArgs, timeout_s: float) 
 def report_evaluation(checkpoint: Path, evaluation: Evaluation) -> None:
     """The evidence on one page."""
     verdict = "All thresholds reached." if evaluation.passed else "**Failed.** " + "; ".join(evaluation.problems)
-    picture = base64.b64encode(loss_plot(evaluation.perplexity)).decode()
-    parts = [
-        f"## {checkpoint.name}",
-        verdict if evaluation.thresholds else "No threshold was asked for.",
-        markdown_table(result_rows(evaluation)),
-        *([markdown_table(agreement_rows(evaluation.agreement))] if evaluation.agreement else []),
-        *([markdown_table(threshold_rows(evaluation))] if evaluation.thresholds else []),
-        f"![loss of each window](data:image/png;base64,{picture})",
-    ]
+    plots = {"Loss of each window": loss_plot(evaluation.perplexity, "png")}
+    if evaluation.expert_load:
+        plots["Experts that the text used"] = load_plot(evaluation.expert_load, "png")
+    parts = [f"## {checkpoint.name}", verdict if evaluation.thresholds else "No threshold was asked for."]
+    parts += [f"### {title}\n\n{_markdown(rows)}" for title, rows in tables(evaluation).items()]
+    parts += [f"### {title}\n\n![{title}]({_data_uri(picture)})" for title, picture in plots.items()]
+    parts.append(f"The same, with every window: `{checkpoint / REPORT}`")
     create_markdown_artifact("\n\n".join(parts), key="evaluation", description=f"Evidence for {checkpoint}")
+
+
+def _markdown(rows: Rows) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(value.replace('|', chr(92) + '|') for value in line)} |" for line in lines)
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

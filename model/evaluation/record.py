@@ -19,6 +19,7 @@ from model.evaluation.agreement import Agreement
 from model.evaluation.expert_load import ExpertLoad
 from model.evaluation.perplexity import Perplexity, WindowLoss
 from model.evaluation.predictions import Reference
+from model.evaluation.speed import Speed
 from model.evaluation.text import TextRecord
 from model.evaluation.thresholds import Threshold
 
@@ -40,11 +41,12 @@ class Compute:
 
 @dataclass(frozen=True)
 class Run:
-    """What differs from run to run: the device's name, seconds of loading and of the measurement."""
+    """What differs from run to run: the device's name, seconds of loading and of the text, speed where it was asked."""
 
     device_name: str
     load_s: float
     evaluate_s: float
+    speed: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Evaluation:
             agreement=agreement and _agreement(agreement),
             expert_load=tuple(ExpertLoad(load["layer"], tuple(load["counts"])) for load in fields["expert_load"]),
             thresholds=tuple(Threshold(**threshold) for threshold in fields["thresholds"]),
-            run=Run(**fields["run"]),
+            run=_run(fields["run"]),
             tool=fields["tool"],
         )
 
@@ -99,6 +101,10 @@ def _agreement(fields: dict[str, Any]) -> Agreement:
     return Agreement(
         **fields | {"reference": Reference(**fields["reference"]), "windows": tuple(fields["windows"])},
     )
+
+
+def _run(fields: dict[str, Any]) -> Run:
+    return Run(**fields | {"speed": tuple(Speed(**speed) for speed in fields["speed"])})
 
 
 def manifest_digest(checkpoint: Path) -> str:

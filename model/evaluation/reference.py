@@ -38,9 +38,14 @@ def predict_arguments(options: Mapping[str, Any], out: Path, sizes: tuple[int, i
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """``options`` by name as they stand on a command line; None and False leave one out."""
-    return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in options.items()
-        if value is not None and value is not False
-    ]
+    """``options`` by name as they stand on a command line; None, False and an empty tuple leave one out."""
+    arguments = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            arguments.append(option)
+        elif isinstance(value, tuple):
+            arguments += [f"{option}={','.join(map(str, value))}"] if value else []
+        elif value is not None and value is not False:
+            arguments.append(f"{option}={value}")
+    return arguments

@@ -45,8 +45,11 @@ def test_a_failed_threshold_fails_the_run_and_is_written_down(checkpoint):
 
 @pytest.mark.usefixtures("prefect_server")
 def test_agreement_with_the_source(checkpoint, tiny):
-    params = EvaluateParameters(checkpoint=checkpoint, max_tokens=60, window=32, against=tiny, max_kl=1e-6)
+    params = EvaluateParameters(
+        checkpoint=checkpoint, max_tokens=60, window=32, against=tiny, max_kl=1e-6, speed=(1, 3)
+    )
     result = evaluate(params)
+    assert [speed.batch for speed in result.run.speed] == [1, 3]
     assert result.agreement.tokens == 60
     assert result.agreement.mean_kl < 1e-9
     page = artifacts("evaluation")[0]["data"]

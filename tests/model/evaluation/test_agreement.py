@@ -19,6 +19,7 @@ from model.evaluation.predictions import (
     write_predictions,
 )
 from model.evaluation.record import evidence_of
+from model.evaluation.reference import as_arguments
 from model.evaluation.windows import Window, plan_windows
 from model.launch import start_ranks
 from tests.checkpoints import edit_file, edit_json, edit_tensor
@@ -206,6 +207,11 @@ def test_predictions_that_are_not_whole_are_refused(tmp_path):
     (tmp_path / "logits.npy").write_bytes((tmp_path / "logits.npy").read_bytes()[:-4])
     with pytest.raises(InputError, match="holds no predictions of model.predict"):
         read_predictions(tmp_path)
+
+
+def test_options_as_they_stand_on_a_command_line():
+    given = {"max_kl": 0.0, "text": None, "speed": (1, 3), "none": (), "trust_remote_code": True, "only_report": False}
+    assert as_arguments(given) == ["--max-kl=0.0", "--speed=1,3", "--trust-remote-code"]
 
 
 def test_a_disk_without_room_is_refused_by_numbers(tmp_path):

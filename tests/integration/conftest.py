@@ -1,19 +1,20 @@
-"""One server and one worker for all tests of this folder; starting them takes about 20 seconds."""
+"""One server and one worker for all tests of this folder, set up by the commands of docs/operating.md."""
 
 import sys
 
 import pytest
 
-from tests.integration.processes import HEARTBEAT_S, POOL, prefect
+from tests.integration.guide import blocks
+from tests.integration.processes import HEARTBEAT_S, prefect
 
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory):
     """A server with the deployments of prefect.yaml, the limit `gpu`, the zombie automation, and a worker."""
+    server, set_up, worker, *_ = blocks()
     with prefect(tmp_path_factory.mktemp("team")) as running:
-        running.cli("work-pool", "create", POOL, "--type", "process")
-        running.cli("gcl", "create", "gpu", "--limit", "1")
+        running.start_server(server.command)
+        running.run(set_up.command)
         running.run([sys.executable, "-m", "flows.zombies", "--within", str(HEARTBEAT_S + 10)])
-        running.cli("--no-prompt", "deploy", "--all")
-        running.start_worker()
+        running.start_worker("worker", worker.command)
         yield running

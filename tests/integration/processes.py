@@ -38,11 +38,13 @@ class Prefect:
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
             "PREFECT_HOME": str(place / "home"),
             "PREFECT_API_URL": f"{self.url}/api",
+            "PREFECT_SERVER_API_PORT": str(self.port),
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(place / "results"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+            "CHECKPOINTS": str(place / "checkpoints"),
             "XDG_CACHE_HOME": str(place / "cache"),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             MARK: self.mark,
@@ -51,9 +53,9 @@ class Prefect:
 
     # Processes
 
-    def start_server(self) -> None:
-        """Start the server and wait until it answers."""
-        server = self._start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+    def start_server(self, command: list[str]) -> None:
+        """Start the server by ``command`` and wait until it answers."""
+        server = self._start("server", command)
 
         def healthy() -> bool:
             assert server.poll() is None, self.log("server")
@@ -63,24 +65,22 @@ class Prefect:
 
         wait_for(healthy, 120, "the server answers")
 
-    def start_worker(self, name: str = "worker") -> None:
-        """Start a worker of the pool and wait until the server knows it; it is ``self.worker`` from then on."""
-        worker = self._start(name, "worker", "start", "--pool", POOL, "--type", "process", "--name", name)
+    def start_worker(self, name: str, command: list[str]) -> None:
+        """Start a worker by ``command``, ``self.worker`` from then on, and wait until the server knows it."""
 
-        def online() -> bool:
-            assert worker.poll() is None, self.log(name)
-            workers = self.post(f"/work_pools/{POOL}/workers/filter", {})
-            return any((w["name"], w["status"]) == (name, "ONLINE") for w in workers)
+        def known() -> set[str]:
+            return {worker["name"] for worker in self.post(f"/work_pools/{POOL}/workers/filter", {})}
 
-        wait_for(online, 60, f"{name} is online")
-        self.worker = worker
+        before = known()
+        self.worker = self._start(name, command)
+        wait_for(lambda: known() - before or self.worker.poll() is not None, 60, f"{name} is known")
+        assert self.worker.poll() is None, self.log(name)
 
-    def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.place / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "prefect", *command],
-                cwd=REPOSITORY, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                command, cwd=REPOSITORY, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def processes(self, having: str = "") -> dict[int, str]:
         """Command lines, by id, of all that run with this mark and hold ``having``; zombies have none."""
@@ -180,10 +180,9 @@ class Prefect:
 
 @contextlib.contextmanager
 def prefect(place: Path) -> Iterator[Prefect]:
-    """A server with the pool ``shardflow`` and no worker yet; whatever happens, nothing of it is left."""
+    """A `Prefect` with nothing started; whatever happens, nothing that comes of it is left in the end."""
     running = Prefect(place)
     try:
-        running.start_server()
         yield running
     finally:
         running.end()

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from flows.fields import GpuLimit, MaxMemory, Mp, Mtp, RayAddress, TaskRunner, WarmUpTimeout, Workers
 from model.checkpoint.build import DEFAULT_MAX_MEMORY, Resources
 
 
@@ -17,7 +18,7 @@ class PipelineParameters(BaseModel):
     source: str = Field(description="A local directory, or a hub repository (owner/name).", min_length=1)
     revision: str | None = Field(None, description="Branch, tag or commit of a hub repository; main where empty.")
     out: Path = Field(description="Directory of the finished checkpoint; it must not exist yet, or be finished.")
-    mp: int = Field(description="Model-parallel size: into how many shards.", ge=1, le=1024)
+    mp: Mp
     weights: Literal["bf16", "fp8"] | None = Field(
         None, description="What the shards hold; empty: what the source holds. BF16 from FP8 is dequantised."
     )
@@ -26,9 +27,7 @@ class PipelineParameters(BaseModel):
         description="How FP8 becomes BF16: staged writes a BF16 Hugging Face directory first (the default), "
         "fused dequantises on the way into the shards. Leave empty for FP8 shards.",
     )
-    mtp: Literal["drop", "keep"] = Field(
-        "drop", description="Leave the multi-token-prediction layers out, or keep them."
-    )
+    mtp: Mtp = "drop"
     work: Path | None = Field(
         None, description="Directory for downloads and the BF16 intermediate; empty: beside the output, OUT.work."
     )
@@ -37,24 +36,12 @@ class PipelineParameters(BaseModel):
         description="What of the work directory stays once the checkpoint is published: nothing, "
         "the BF16 Hugging Face directory, or that and the download.",
     )
-    max_memory: ByteSize = Field(
-        ByteSize(DEFAULT_MAX_MEMORY), description="Memory for tensors, such as 2GiB, whatever the model's size.", gt=0
-    )
-    workers: int = Field(
-        default_factory=lambda: os.cpu_count() or 1, description="Files written at a time.", ge=1, le=256
-    )
-    task_runner: Literal["threads", "processes", "ray"] = Field(
-        "threads", description="Where files are written: in threads, in processes, or on a Ray cluster's machines."
-    )
-    ray_address: str | None = Field(
-        None, description="Address of the Ray cluster, such as ray://head:10001; empty: a local one is started."
-    )
-    gpu_limit: str | None = Field(
-        None,
-        description="Name of the global concurrency limit that warm-up and reply take, such as gpu; "
-        "it must exist. Empty: none is taken.",
-    )
-    warm_up_timeout_s: float = Field(1800.0, description="Hard limit on warm-up and reply, in seconds.", gt=0)
+    max_memory: MaxMemory = ByteSize(DEFAULT_MAX_MEMORY)
+    workers: Workers = Field(default_factory=lambda: os.cpu_count() or 1)
+    task_runner: TaskRunner = "threads"
+    ray_address: RayAddress = None
+    gpu_limit: GpuLimit = None
+    warm_up_timeout_s: WarmUpTimeout = 1800.0
     prompt: str | None = Field(None, description="A prompt to answer once the shards are warmed up.")
     max_new_tokens: int = Field(128, description="Longest reply to the prompt, in tokens.", ge=1)
 

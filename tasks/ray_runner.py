@@ -63,7 +63,10 @@ def cluster(workers: int, address: str | None) -> Iterator[ClusterRunner]:
                 _check_answers(address)
             runner = held.enter_context(ClusterRunner(address or "local", init_kwargs=options))
         except (OSError, ValueError) as error:
-            raise RunError(f"ray_address {address}: no Ray cluster answers there: {_said(error)}") from error
+            raise RunError(
+                f"ray_address {address}: no Ray cluster answers: {_said(error)}; check the address and, where the "
+                "cluster asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+            ) from error
         held.enter_context(remote_options(num_cpus=_share(workers), max_retries=0))
         try:
             yield runner
@@ -73,9 +76,9 @@ def cluster(workers: int, address: str | None) -> Iterator[ClusterRunner]:
 
 def _send_all(task: Task[..., Any], run: TaskRun, state: State[Any]) -> None:
     """Bring log and state to the server: Ray ends its workers without asking what they still had to say."""
+    EventsWorker.instance().wait_until_empty()
     for handler in logging.getLogger("prefect.task_runs").handlers:
         handler.flush()
-    EventsWorker.instance().wait_until_empty()
 
 
 def _check_answers(address: str) -> None:

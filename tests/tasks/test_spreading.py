@@ -3,6 +3,8 @@
 import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -84,18 +86,24 @@ def expected(tiny, tmp_path_factory):
     return tree_bytes(out)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ray_s_workers_need_not_import_this_file():
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
 @pytest.fixture(scope="module")
 def two_machines():
     """The address of a Ray cluster of two nodes, of one worker process each."""
-    from ray import cloudpickle
     from ray.cluster_utils import Cluster
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     yield cluster.address
     cluster.shutdown()
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def identity(path):
@@ -183,7 +191,7 @@ def test_a_job_is_as_large_as_what_it_reads(tiny, tmp_path):
 
 
 def test_ray_that_is_not_there_is_named(tiny, tmp_path):
-    with pytest.raises(RunError, match=r"ray_address 127.0.0.1:1: no Ray cluster answers there"):
+    with pytest.raises(RunError, match=r"ray_address 127.0.0.1:1: no Ray cluster answers: .*refused; check"):
         run(["convert"], tiny, tmp_path, spread_by("ray", 2, "127.0.0.1:1"))
     assert list(tmp_path.iterdir()) == []
 
@@ -193,3 +201,62 @@ def test_ray_that_is_not_installed_is_named(tiny, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"install the extra: pip install 'shardflow\[ray\]'"):
         run(["convert"], tiny, tmp_path, spread_by("ray", 2))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("runner", ["processes", "ray"])
+def test_a_worker_that_is_killed_is_one_clear_error(tiny, tmp_path, runner):
+    class Killed(FileJob):
+        def run(self, advance):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    spread = spread_by(runner, 2)
+    with pytest.raises(
+        RunError, match="(a worker process was killed|Ray: .*died).*; run again: finished files are kept"
+    ):
+        run(["convert"], tiny, tmp_path, lambda jobs, advance: spread([Killed(*vars(jobs[0]).values())], advance))
+    assert not (tmp_path / "convert").exists()
+    convert(tiny, tmp_path / "convert", mp=4, weights="bf16")
+
+
+ORPHANED = """
+import os, sys, time
+from pathlib import Path
+from prefect import flow
+from model.checkpoint.convert import convert
+from model.checkpoint.jobs import FileJob
+from tasks.spreading import spread_by
+
+def slow(jobs, advance):
+    class Slow(FileJob):
+        def run(self, advance):
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+    return spread_by("processes", 1)([Slow(*vars(jobs[0]).values())], advance)
+
+@flow
+def stage():
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), mp=1, spread=slow)
+
+if __name__ == "__main__":
+    stage()
+"""
+
+
+@pytest.mark.long
+def test_no_worker_process_outlives_its_killed_run(tiny, tmp_path):
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    with get_client(sync_client=True) as client:
+        environment = os.environ | {"PREFECT_API_URL": str(client.api_url), "PYTHONPATH": str(Path.cwd())}
+    command = [sys.executable, str(script), str(tiny), str(tmp_path / "out")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{worker}").exists()
+    convert(tiny, tmp_path / "out", mp=1)

@@ -30,14 +30,15 @@ def _nothing(_size: int, _note: str) -> None:
 
 @contextmanager
 def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from tqdm import tqdm
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)]
-    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
-    with Progress(*columns, console=Console(stderr=True, highlight=False)) as bars:
-        bar = bars.add_task(label, total=total, note="")
-        yield lambda size, note: bars.update(bar, advance=size, note=note)
+    with tqdm(desc=label, total=total, unit=f" {unit}", file=sys.stderr) as bar:
+
+        def advance(size: int, note: str) -> None:
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(size)
+
+        yield advance
 
 
 def _lines(label: str, total: int, unit: str) -> Advance:
@@ -48,6 +49,7 @@ def _lines(label: str, total: int, unit: str) -> Advance:
         done += size
         if done >= total or time.monotonic() - told >= INTERVAL_S:
             told = time.monotonic()
-            print(f"{label}: {done:,} of {total:,} {unit}, {note}", file=sys.stderr, flush=True)
+            said = f"{label}: {done:,} of {total:,} {unit}"
+            print(f"{said}, {note}" if note else said, file=sys.stderr, flush=True)
 
     return advance

@@ -1,7 +1,5 @@
 """Rows about an evaluation, for its report and for artifacts alike."""
 
-from rich.filesize import decimal
-
 from model.evaluation.record import Evaluation
 
 Rows = list[dict[str, str]]
@@ -40,7 +38,7 @@ def perplexity_rows(evaluation: Evaluation) -> Rows:
             "nats a token": f"{loss.nats_per_token:.5f}",
             "perplexity": f"{loss.perplexity:.3f}",
             "bits a byte": f"{loss.bits_per_byte:.4f}",
-            "text": f"{text.name}, {decimal(text.bytes)} in {loss.tokens:,} tokens",
+            "text": f"{text.name}, {text.bytes:,} bytes in {loss.tokens:,} tokens",
             "windows": f"{len(loss.windows):,} of {loss.window:,} tokens, stride {loss.stride:,}",
         }
     )

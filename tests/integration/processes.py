@@ -174,7 +174,7 @@ class Prefect:
 
     def events(self, prefix: str) -> list[dict[str, Any]]:
         """All events whose name begins with ``prefix``, oldest first."""
-        body = {"filter": {"event": {"prefix": [prefix]}, "order": "ASC"}, "limit": 200}
+        body = {"filter": {"event": {"prefix": [prefix]}, "order": "ASC"}, "limit": 50}
         return self.post("/events/filter", body)["events"]
 
 

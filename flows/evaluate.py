@@ -1,7 +1,7 @@
 """The flow ``evaluate``: evidence for one checkpoint, by hand or for every new one that a trigger names."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +10,8 @@ from model.evaluation.options import AGAINST_TOKENS
 from model.evaluation.record import Evaluation
 from model.evaluation.thresholds import LIMITS, check_limits
 from tasks.evaluation import evaluate as evaluate_stage
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class EvaluateParameters(BaseModel):
@@ -36,6 +38,8 @@ class EvaluateParameters(BaseModel):
         "meanwhile.",
         ge=1,
     )
+    dtype: Dtype | None = Field(None, description="Compute dtype; empty: float32 on the CPU, bfloat16 on a GPU.")
+    against_dtype: Dtype | None = Field(None, description="The reference's compute dtype; empty: the same.")
     max_perplexity: float | None = Field(
         None, description="Threshold: the run fails where perplexity is higher.", gt=1, allow_inf_nan=False
     )

@@ -13,20 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from model.checkpoint.manifest import Manifest, read_manifest
+from model.checkpoint.released import manifest_digest
 from model.errors import InputError, RunError
 from model.evaluation.agreement import AgreementMeter, check_predictions
 from model.evaluation.measure import Measured, measure
 from model.evaluation.options import AGAINST_TOKENS, add_text_options, text_as_asked
 from model.evaluation.perplexity import summarise
 from model.evaluation.predictions import read_predictions
-from model.evaluation.record import EVALUATION, Compute, Evaluation, Run, manifest_digest, write_evaluation
+from model.evaluation.record import EVALUATION, Compute, Evaluation, Run, write_evaluation
 from model.evaluation.reference import PREDICT, predict_arguments, reference_ranks
 from model.evaluation.report import write_report
 from model.evaluation.speed import measure_speed
@@ -34,7 +35,7 @@ from model.evaluation.text import Text
 from model.evaluation.thresholds import LIMITS, check_limits, judge
 from model.evaluation.windows import check_windows, plan_windows
 from model.launch import run_command, start_ranks, status_of
-from model.options import add_model_options, load_as_asked, positive
+from model.options import DTYPES, add_model_options, load_as_asked, positive
 from model.ranks import agree, is_rank
 from model.topology import Topology
 from model.transformer import Transformer
@@ -64,6 +65,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="N",
         help=f"compare the first N tokens (default {AGAINST_TOKENS}); the disk holds N x vocabulary x 4 bytes",
     )
+    parser.add_argument("--against-dtype", choices=DTYPES, help="the reference's compute dtype (default: as --dtype)")
     parser.add_argument(
         "--speed", type=_batches, default=(), metavar="B,…", help="measure generation at these batch sizes, too"
     )
@@ -96,12 +98,21 @@ def _against(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return status or start_ranks(MODULE, [*arguments, f"--predictions={scratch}"], manifest.mp).returncode
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What rank 0, which alone handles text and reference, has been asked, and of which checkpoint."""
+
+    manifest_sha256: str
+    text: Text
+    meter: AgreementMeter | None
+
+
 def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, device: torch.device) -> None:
     """What each rank does. Whatever can be refused is found before the weights are loaded."""
     sizes = agree(topology, lambda: _checked(options, manifest))
-    text = agree(topology, lambda: text_as_asked(options, manifest.args) if topology.rank == 0 else None)
-    meter = agree(topology, lambda: None if text is None else _meter(options, manifest, text, sizes))
-    ids: list[int] = topology.broadcast_object(text and text.ids)
+    asked = agree(topology, lambda: _asked(options, manifest, sizes) if topology.rank == 0 else None)
+    ids: list[int] = topology.broadcast_object(None if asked is None else asked.text.ids)
+    meter = None if asked is None else asked.meter
     began = time.monotonic()
     model = load_as_asked(options, manifest, topology, device)
     loaded = time.monotonic()
@@ -109,7 +120,7 @@ def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, d
     evaluated = time.monotonic()
     speed = measure_speed(model, ids, options.speed)
     run = Run(_device_name(device), round(loaded - began, 3), round(evaluated - loaded, 3), speed)
-    evaluation = None if text is None else _evaluation(options, model, text, measured, sizes, run)
+    evaluation = None if asked is None else _evaluation(options, model, asked, measured, sizes, run)
     agree(topology, lambda: _finish(options, evaluation))
 
 
@@ -120,34 +131,34 @@ def _checked(options: argparse.Namespace, manifest: Manifest) -> tuple[int, int]
             f"--against {options.against}: ranks that are started together compute one model; "
             f"run {PREDICT} on the reference first, and give --predictions"
         )
-    check_limits(_asked(options), options.predictions is not None)
+    check_limits(_limits(options), options.predictions is not None)
     return check_windows(options.window, options.stride, manifest.args)
 
 
-def _meter(
-    options: argparse.Namespace, manifest: Manifest, text: Text, sizes: tuple[int, int]
-) -> AgreementMeter | None:
-    if options.predictions is None:
-        return None
-    predictions = read_predictions(options.predictions)
-    check_predictions(predictions, text.ids, manifest.args.vocab_size, sizes)
-    return AgreementMeter(predictions)
+def _asked(options: argparse.Namespace, manifest: Manifest, sizes: tuple[int, int]) -> Asked:
+    text = text_as_asked(options, manifest.args)
+    meter = None
+    if options.predictions is not None:
+        predictions = read_predictions(options.predictions)
+        check_predictions(predictions, text.ids, manifest.args.vocab_size, sizes)
+        meter = AgreementMeter(predictions)
+    return Asked(manifest_digest(options.checkpoint), text, meter)
 
 
-def _asked(options: argparse.Namespace) -> dict[str, float]:
+def _limits(options: argparse.Namespace) -> dict[str, float]:
     """The thresholds that were given."""
     given = {limit.name: getattr(options, limit.name) for limit in LIMITS}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _evaluation(
-    options: argparse.Namespace, model: Transformer, text: Text, measured: Measured, sizes: tuple[int, int], run: Run
+    options: argparse.Namespace, model: Transformer, asked: Asked, measured: Measured, sizes: tuple[int, int], run: Run
 ) -> Evaluation:
-    perplexity = summarise(measured.losses, window=sizes[0], stride=sizes[1], size=text.record.bytes)
+    perplexity = summarise(measured.losses, window=sizes[0], stride=sizes[1], size=asked.text.record.bytes)
     parts = {"perplexity": asdict(perplexity), "agreement": measured.agreement and asdict(measured.agreement)}
     return Evaluation(
-        manifest_sha256=manifest_digest(options.checkpoint),
-        text=text.record,
+        manifest_sha256=asked.manifest_sha256,
+        text=asked.text.record,
         compute=Compute(
             device=model.device.type,
             dtype=str(model.execution.dtype).removeprefix("torch."),
@@ -159,7 +170,7 @@ def _evaluation(
         perplexity=perplexity,
         agreement=measured.agreement,
         expert_load=measured.expert_load,
-        thresholds=judge(_asked(options), parts),
+        thresholds=judge(_limits(options), parts),
         run=run,
     )
 

@@ -5,13 +5,13 @@ what differs from run to run: the device's name and the time it took.
 """
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from model.checkpoint.manifest import MANIFEST, tool_version
+from model.checkpoint.released import manifest_digest
 from model.checkpoint.source import read_json
 from model.checkpoint.storage import json_bytes, reading, storage_errors, write_atomically
 from model.errors import InputError
@@ -107,12 +107,6 @@ def _run(fields: dict[str, Any]) -> Run:
     return Run(**fields | {"speed": tuple(Speed(**speed) for speed in fields["speed"])})
 
 
-def manifest_digest(checkpoint: Path) -> str:
-    """The sha256 in hex of the manifest in ``checkpoint``. Raises ``InputError`` where there is none."""
-    with reading(checkpoint / MANIFEST):
-        return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
-
-
 def write_evaluation(checkpoint: Path, evaluation: Evaluation) -> None:
     """Write ``evaluation`` beside the manifest, whole or not at all."""
     path = checkpoint / EVALUATION
@@ -139,7 +133,8 @@ def evidence_of(checkpoint: Path) -> Evidence:
     Raises ``InputError`` where it has no manifest, or an ``evaluation.json`` that this version cannot read.
     """
     path = checkpoint / EVALUATION
-    digest = manifest_digest(checkpoint)
+    with reading(checkpoint / MANIFEST):
+        digest = manifest_digest(checkpoint)
     if not path.exists():
         return Evidence("missing", f"{checkpoint}: holds no {EVALUATION}; run `shardflow evaluate {checkpoint}`")
     evaluation = read_evaluation(path)

@@ -12,7 +12,7 @@ from model.errors import InputError
 
 PREDICT = "model.predict"
 
-PASSED_ON = ("text", "batch", "device", "dtype", "attention", "trust_remote_code")
+PASSED_ON = ("text", "batch", "device", "attention", "trust_remote_code")
 """Options of the evaluation that are the reference's, too. FP8 is not: each model computes its weights as it does."""
 
 
@@ -34,7 +34,8 @@ def predict_arguments(options: Mapping[str, Any], out: Path, sizes: tuple[int, i
     """Those of ``model.predict`` for an evaluation with ``options``, by name, and windows of ``sizes``."""
     tokens = [options[name] for name in ("max_tokens", "against_tokens") if options.get(name) is not None]
     given = {name: options.get(name) for name in PASSED_ON} | {"window": sizes[0], "stride": sizes[1]}
-    return [str(options["against"]), str(out), *as_arguments(given | {"max_tokens": min(tokens)})]
+    dtype = options.get("against_dtype") or options.get("dtype")
+    return [str(options["against"]), str(out), *as_arguments(given | {"max_tokens": min(tokens), "dtype": dtype})]
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

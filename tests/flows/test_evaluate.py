@@ -1,10 +1,12 @@
 """The flow on a real (temporary) Prefect server: evidence in the file and in the artifact, failed where it must."""
 
 import json
+import sys
 
 import pytest
 from pydantic import ValidationError
 
+from flows import cli
 from flows.evaluate import EvaluateParameters, evaluate
 from model.checkpoint.convert import convert
 from model.errors import InputError, RunError
@@ -17,6 +19,21 @@ def checkpoint(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("evaluate") / "tiny-mp2"
     convert(tiny, out, mp=2, weights="bf16")
     return out
+
+
+def test_the_verb(tiny, tmp_path, monkeypatch, capsys):
+    """``shardflow evaluate``: the evidence on standard output and in the directory, status 1 below a threshold."""
+    convert(tiny, tmp_path / "mp1", mp=1, weights="bf16")
+    few = ["--device", "cpu", "--max-tokens", "60", "--window", "32"]
+    for limit, status in (("1000", 0), ("2", 1)):
+        command = ["shardflow", "evaluate", str(tmp_path / "mp1"), *few, "--max-perplexity", limit]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = json.loads(capsys.readouterr().out)
+        assert (ended.value.code, printed["passed"]) == (status, status == 0)
+        assert printed == json.loads((tmp_path / "mp1" / "evaluation.json").read_text())
+        assert "<svg" in (tmp_path / "mp1" / "evaluation.html").read_text()
 
 
 @pytest.mark.usefixtures("prefect_server")

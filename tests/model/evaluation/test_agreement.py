@@ -126,7 +126,12 @@ def test_against_makes_its_reference_itself(shards, tmp_path, capfd):
         by_source = json.loads(capfd.readouterr().out)["agreement"]
         assert evaluate.main([str(directory), *few, f"--against={shards('tiny-v3-fp8', 1)}"]) == 0
         by_shards = json.loads(capfd.readouterr().out)["agreement"]
+        rounded = [*few[:-1], "--dtype=bfloat16", "--against-dtype=float32", f"--against={shards('tiny-v3', 1)}"]
+        assert evaluate.main([str(directory), *rounded]) == 0
+        by_float32 = json.loads(capfd.readouterr().out)
     assert (by_source["reference"]["kind"], by_shards["reference"]["kind"]) == ("transformers", "shards")
+    assert (by_float32["compute"]["dtype"], by_float32["agreement"]["reference"]["dtype"]) == ("bfloat16", "float32")
+    assert 1e-6 < by_float32["agreement"]["mean_kl"] < 1e-2
     for agreement in (by_source, by_shards):
         assert agreement["tokens"] == 50
         assert len(agreement["windows"]) == 2

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from model.checkpoint.released import manifest_digest
 from model.errors import InputError
 from model.evaluation.agreement import Agreement
 from model.evaluation.expert_load import ExpertLoad
@@ -16,7 +17,6 @@ from model.evaluation.record import (
     Evaluation,
     Run,
     evidence_of,
-    manifest_digest,
     read_evaluation,
     write_evaluation,
 )

@@ -141,8 +141,8 @@ def test_default_parameters_are_the_flows(deployments, name):
 def test_the_evaluation_takes_its_checkpoint_from_the_event(deployments):
     (trigger,) = deployments["on-new-checkpoint"]["triggers"]
     given = trigger["parameters"]["params"]
-    assert given == {"checkpoint": "{{ event.payload.checkpoint }}"}
-    parameters_model(deployments["on-new-checkpoint"])(checkpoint="/data/checkpoints/some")
+    assert given == {"checkpoint": "{{ event.payload.checkpoint }}", "gpu_limit": "gpu"}
+    parameters_model(deployments["on-new-checkpoint"])(**given | {"checkpoint": "/data/checkpoints/some"})
     parsed = DeploymentEventTrigger(**trigger)
     assert parsed.match.matches({"prefect.resource.id": "shardflow://checkpoint/data/some%20where"})
     assert not parsed.match.matches({"prefect.resource.id": "shardflow://evaluation/data/some"})

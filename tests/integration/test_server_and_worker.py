@@ -6,13 +6,14 @@ import signal
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 
 from model.checkpoint.verify import verify
 from tests.integration.guide import blocks
-from tests.integration.processes import FINAL, wait_for
+from tests.integration.processes import wait_for
 from tests.random_checkpoints import small_family, write_random
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -50,7 +51,7 @@ def test_everything_is_deployed_with_its_schedule_limit_and_trigger(team):
     assert automation["trigger"]["match"] == {"prefect.resource.id": "shardflow://checkpoint/*"}
     (action,) = automation["actions"]
     assert (action["type"], action["deployment_id"]) == ("run-deployment", evaluation["id"])
-    assert action["parameters"] == {"params": {"checkpoint": "{{ event.payload.checkpoint }}"}}
+    assert action["parameters"] == {"params": {"checkpoint": "{{ event.payload.checkpoint }}", "gpu_limit": "gpu"}}
     forms = {name: deployment["parameter_openapi_schema"]["definitions"] for name, deployment in found.items()}
     assert forms["reconvert/nightly"]["ReconvertParameters"]["properties"]["keep"]["minimum"] == 1
 
@@ -92,11 +93,11 @@ def no_evaluation(team):
     team.patch(f"/automations/{automation['id']}", {"enabled": True})
 
 
-def tiny_params(tiny: Path, out: Path) -> dict[str, object]:
+def tiny_params(tiny: Path, out: Path) -> dict[str, Any]:
     return {"source": str(tiny), "out": str(out), "mp": 2, "weights": "bf16", "dequantize": "fused"}
 
 
-def large_params(large: Path, out: Path) -> dict[str, object]:
+def large_params(large: Path, out: Path) -> dict[str, Any]:
     """One file after the other, so that the second is at work when the first is finished."""
     return {"source": str(large), "out": str(out), "mp": 2, "weights": "bf16", "dequantize": "fused", "workers": 1}
 
@@ -116,43 +117,38 @@ def stop_in_mid_conversion(team, run: str, place: Path) -> tuple[int, dict[str, 
     return process, {shard.name: identity(shard)}
 
 
-def check_resumed(team, params: dict[str, object], finished: dict[str, tuple[int, int]]) -> None:
+def check_resumed(team, params: dict[str, Any], finished: dict[str, tuple[int, int]]) -> None:
     """A run with the same parameters goes on with what is missing, and ends with a proven checkpoint."""
     team.wait(team.start_run("checkpoint-pipeline/tiny", params))
-    out = Path(str(params["out"]))
+    out = Path(params["out"])
     assert {name: identity(out / name) for name in finished} == finished, "a finished shard was written again"
-    assert verify(out, Path(str(params["source"]))).files > 0
+    assert verify(out, Path(params["source"])).files > 0
     assert list(out.parent.glob("*.partial")) == []
 
 
 def test_a_new_checkpoint_is_evaluated_once_and_a_cached_rerun_not_at_all(team, tiny, tmp_path):
-    params = tiny_params(tiny, tmp_path / "first & 'best'")
-    given = f"params={json.dumps(params)}"
+    first, second = tiny_params(tiny, tmp_path / "first & 'best'"), tiny_params(tiny, tmp_path / "second")
+    given = f"params={json.dumps(first)}"
     assert "Completed" in team.cli("deployment", "run", "checkpoint-pipeline/tiny", "--param", given, "--watch")
-
-    def evaluated() -> list[str]:
-        ended = [run for run in team.runs_of("evaluate") if run["state_type"] in FINAL]
-        checkpoints = [run["parameters"]["params"]["checkpoint"] for run in ended]
-        return [checkpoint for checkpoint in checkpoints if checkpoint.startswith(str(tmp_path))]
-
-    wait_for(evaluated, 90, "the first checkpoint is evaluated")
-    assert (tmp_path / "first & 'best'" / "evaluation.json").exists()
-
-    again = team.start_run("checkpoint-pipeline/tiny", params)
+    again = team.start_run("checkpoint-pipeline/tiny", first)
     team.wait(again)
     stages = dict.fromkeys(("convert", "validate", "publish", "warm_up"), "Cached")
     wait_for(lambda: stages.items() <= team.task_states(again).items(), 20, "all stages of the re-run are cached")
-
-    # What is published after the re-run is evaluated: had the re-run been, too, that would stand before it.
-    second = tiny_params(tiny, tmp_path / "second")
     team.wait(team.start_run("checkpoint-pipeline/tiny", second))
-    wait_for(lambda: len(evaluated()) > 1, 90, "the second checkpoint is evaluated")
-    assert evaluated() == [params["out"], second["out"]]
-    for evaluation in team.runs_of("evaluate"):
-        team.wait(evaluation["id"])
+
+    def evaluations() -> dict[str, str]:
+        found = {run["id"]: run["parameters"]["params"]["checkpoint"] for run in team.runs_of("evaluate")}
+        return {run: checkpoint for run, checkpoint in found.items() if checkpoint.startswith(str(tmp_path))}
+
+    # Events are worked through in order: an evaluation of the re-run would stand before that of the second.
+    wait_for(lambda: second["out"] in evaluations().values(), 90, "the evaluation of the second checkpoint begins")
+    assert sorted(evaluations().values()) == [first["out"], second["out"]]
+    for run, checkpoint in evaluations().items():
+        team.wait(run)
+        assert (Path(checkpoint) / "evaluation.json").exists()
     events = team.events("prefect.asset.materialization.succeeded")
     mine = [event for event in events if event["payload"]["checkpoint"].startswith(str(tmp_path))]
-    assert [event["payload"]["checkpoint"] for event in mine] == [params["out"], second["out"]]
+    assert [event["payload"]["checkpoint"] for event in mine] == [first["out"], second["out"]]
     assert mine[0]["resource"]["prefect.resource.id"].startswith("shardflow://checkpoint/")
     assert mine[0]["payload"].keys() == {"checkpoint", "mp", "weights", "manifest_sha256"}
 

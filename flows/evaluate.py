@@ -69,7 +69,9 @@ class EvaluateParameters(BaseModel):
         description="Name of the global concurrency limit that the evaluation takes, such as gpu; it must exist. "
         "Empty: none is taken.",
     )
-    timeout_s: float = Field(3600.0, description="Hard limit on the evaluation, in seconds.", gt=0)
+    timeout_s: float = Field(
+        3600.0, description="Hard limit on the evaluation, and as much again on its reference, in seconds.", gt=0
+    )
 
     @model_validator(mode="after")
     def _agreement_needs_a_reference(self) -> Self:

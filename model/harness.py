@@ -14,6 +14,7 @@ import torch
 
 from model.checkpoint.manifest import Manifest
 from model.errors import InputError
+from model.evaluation.teamwork import assist
 from model.launch import run_command
 from model.options import add_model_options, load_as_asked, positive
 from model.prompts import eos_ids, load_tokens
@@ -52,13 +53,13 @@ def _work(
     device: torch.device,
 ) -> None:
     """Rank 0 runs the harness, the other ranks compute along."""
-    agree(topology, _check_installed)
-    from model.evaluation.harness import ShardflowLM, assist
-
+    agree(topology, lambda: None if topology.rank else _check_installed())
     model = load_as_asked(options, manifest, topology, device)
     if topology.rank != 0:
         assist(model)
         return
+    from model.evaluation.harness import ShardflowLM
+
     tokens = load_tokens(options.checkpoint, trust_remote_code=options.trust_remote_code)
     eos = eos_ids(options.checkpoint) or frozenset({tokens.eos_token_id})
     lm = ShardflowLM(model, tokens, eos, options.batch)

@@ -1,91 +1,25 @@
 """A checkpoint as a model of lm-evaluation-harness (the extra ``eval``): the three requests that its tasks make.
 
-Rank 0 alone runs the harness; the other ranks wait in ``assist`` and compute along with it. Likelihoods of whole texts
-go through the windows of ``model.evaluation``, so that the harness's perplexity is this project's.
+Rank 0 alone runs the harness; the other ranks compute along with it (``model.evaluation.teamwork``). Likelihoods of
+whole texts go through the windows of ``model.evaluation``, so that the harness's perplexity is this project's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from torch.nn import functional
 
 from model.errors import InputError
-from model.evaluation.perplexity import window_loss
 from model.evaluation.progress import shown_progress
-from model.evaluation.scoring import batch_logits, window_logits
-from model.evaluation.windows import check_windows, plan_windows
-from model.generation import generate
+from model.evaluation.teamwork import Completing, Rolling, Scoring, Work
 from model.sampling import Sampling
 from model.transformer import Transformer
 
 NEW_TOKENS = 256
 """Longest completion where a task names none."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Work for all ranks: the log-likelihood of the last ``scored[i]`` tokens of each of ``sequences``."""
-
-    sequences: list[list[int]]
-    scored: list[int]
-
-    def on(self, model: Transformer) -> list[tuple[float, bool]]:
-        """For each sequence the sum in nats, and whether each of the tokens is the likeliest."""
-        logits = batch_logits(model, [sequence[:-1] for sequence in self.sequences])
-        results = []
-        for sequence, count, rows in zip(self.sequences, self.scored, logits, strict=True):
-            end = len(sequence) - 1
-            predicted = rows[end - count : end]
-            targets = torch.tensor(sequence[-count:], device=rows.device)
-            nats = functional.cross_entropy(predicted, targets, reduction="none").double().sum()
-            results.append((-float(nats), bool((predicted.argmax(dim=-1) == targets).all())))
-        return results
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """Work for all ranks: the log-likelihood of every token of ``ids`` but the first, in windows of full length."""
-
-    ids: list[int]
-    batch: int
-
-    def on(self, model: Transformer) -> float:
-        """The sum in nats."""
-        windows = plan_windows(len(self.ids), *check_windows(None, None, model.args))
-        scored = window_logits(model, self.ids, windows, self.batch)
-        return -sum(window_loss(window, logits, self.ids).nats_per_token * window.tokens for window, logits in scored)
-
-
-@dataclass(frozen=True)
-class Completing:
-    """Work for all ranks: completions of ``prompts``."""
-
-    prompts: list[list[int]]
-    max_new_tokens: int
-    eos: frozenset[int]
-    sampling: Sampling
-
-    def on(self, model: Transformer) -> list[list[int]]:
-        """The completions' token ids."""
-        return generate(
-            model,
-            self.prompts,
-            max_new_tokens=self.max_new_tokens,
-            eos=self.eos,
-            sampling=self.sampling,
-            generator=self.sampling.generator(model.device),
-        )
-
-
-def assist(model: Transformer) -> None:
-    """Compute along with rank 0 until it is done. Called on every other rank."""
-    while (work := model.topology.broadcast_object(None)) is not None:
-        work.on(model)
 
 
 class ShardflowLM(TemplateLM):  # type: ignore[misc]
@@ -190,7 +124,7 @@ class ShardflowLM(TemplateLM):  # type: ignore[misc]
                 advance(len(some), "")
         return results
 
-    def _together(self, work: Scoring | Rolling | Completing) -> Any:
+    def _together(self, work: Work) -> Any:
         self.model.topology.broadcast_object(work)
         return work.on(self.model)
 

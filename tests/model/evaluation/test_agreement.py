@@ -49,7 +49,7 @@ def command(capsys):
     return run
 
 
-@pytest.mark.parametrize(("case", "mp"), [("tiny-v3", 2), ("tiny-v3-fp8", 4)])
+@pytest.mark.parametrize(("case", "mp"), [("tiny-v3", 2), ("tiny-v3-fp8", 1)])
 def test_good_shards_agree_with_transformers(case, mp, shards, predictions):
     arguments = [str(shards(case, mp)), *TEXT, f"--predictions={predictions}", LIMIT, "--min-agreement=1"]
     done = start_ranks("model.evaluate", arguments, mp, timeout=200, capture=True)
@@ -116,7 +116,7 @@ def test_broken_shards_are_caught(
 
 
 def test_against_makes_its_reference_itself(shards, tmp_path, capfd):
-    """From the FP8 source through transformers, and from other shards; the temporary predictions are gone."""
+    """From the FP8 source, and from other shards in another dtype; the temporary predictions are gone."""
     directory = shutil.copytree(shards("tiny-v3", 2), tmp_path / "checkpoint")
     (tmp_path / "scratch").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -124,18 +124,14 @@ def test_against_makes_its_reference_itself(shards, tmp_path, capfd):
         few = ("--device=cpu", "--max-tokens=90", "--window=40", "--against-tokens=50", LIMIT)
         assert evaluate.main([str(directory), *few, f"--against={TINY_V3}"]) == 0
         by_source = json.loads(capfd.readouterr().out)["agreement"]
-        assert evaluate.main([str(directory), *few, f"--against={shards('tiny-v3-fp8', 1)}"]) == 0
-        by_shards = json.loads(capfd.readouterr().out)["agreement"]
         rounded = [*few[:-1], "--dtype=bfloat16", "--against-dtype=float32", f"--against={shards('tiny-v3', 1)}"]
         assert evaluate.main([str(directory), *rounded]) == 0
-        by_float32 = json.loads(capfd.readouterr().out)
-    assert (by_source["reference"]["kind"], by_shards["reference"]["kind"]) == ("transformers", "shards")
-    assert (by_float32["compute"]["dtype"], by_float32["agreement"]["reference"]["dtype"]) == ("bfloat16", "float32")
-    assert 1e-6 < by_float32["agreement"]["mean_kl"] < 1e-2
-    for agreement in (by_source, by_shards):
-        assert agreement["tokens"] == 50
-        assert len(agreement["windows"]) == 2
-        assert agreement["mean_kl"] < GOOD
+        by_shards = json.loads(capfd.readouterr().out)
+    assert by_source["reference"]["kind"] == "transformers"
+    assert (by_source["tokens"], len(by_source["windows"])) == (50, 2)
+    assert by_source["mean_kl"] < GOOD
+    assert (by_shards["compute"]["dtype"], by_shards["agreement"]["reference"]["dtype"]) == ("bfloat16", "float32")
+    assert 1e-6 < by_shards["agreement"]["mean_kl"] < 1e-2
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

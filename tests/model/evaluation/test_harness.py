@@ -12,8 +12,9 @@ import torch
 from model import evaluate, harness
 from model.checkpoint.manifest import read_manifest
 from model.errors import InputError
-from model.evaluation.harness import Completing, ShardflowLM, _Wish
+from model.evaluation.harness import ShardflowLM, _Wish
 from model.evaluation.record import evidence_of
+from model.evaluation.teamwork import Completing
 from model.launch import start_ranks
 from model.load import load_model
 from model.prompts import eos_ids, load_tokens

@@ -1,7 +1,6 @@
 """A real Prefect server and worker on loopback, and every process that comes of them, ended by id in the end."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -134,20 +133,30 @@ class Prefect:
 
     def get(self, path: str) -> Any:
         """What the API holds at ``path``."""
-        return _content(self.client.get(path))
+        return self._ask("GET", path)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What the API answers to ``body``."""
-        return _content(self.client.post(path, json=body))
+        return self._ask("POST", path, body)
 
     def patch(self, path: str, body: dict[str, Any]) -> None:
         """Change what the API holds at ``path``."""
-        _content(self.client.patch(path, json=body))
+        self._ask("PATCH", path, body)
 
-    def start_run(self, deployment: str, params: dict[str, Any]) -> str:
-        """Start a run of ``flow/name`` with these ``params``; returns its id."""
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """503 is asked again, as Prefect's own client does: SQLite writes one at a time."""
+        response = wait_for(
+            lambda: (answer := self.client.request(method, path, json=body)).status_code != 503 and answer,
+            30, f"{method} {path} is served",
+        )  # fmt: skip
+        assert response.is_success, f"{method} {path}: {response.status_code} {response.text}"
+        return response.json() if response.content else None
+
+    def start_run(self, deployment: str, params: dict[str, Any], env: dict[str, str] | None = None) -> str:
+        """Start a run of ``flow/name`` with these ``params``, and ``env`` in its environment; returns its id."""
         found = self.get(f"/deployments/name/{deployment}")["id"]
-        return self.post(f"/deployments/{found}/create_flow_run", {"parameters": {"params": _plain(params)}})["id"]
+        body = {"parameters": {"params": params}, "job_variables": {"env": env or {}}}
+        return self.post(f"/deployments/{found}/create_flow_run", body)["id"]
 
     def state(self, run: str) -> str:
         """Type of a flow run's state."""
@@ -201,12 +210,3 @@ def _environment(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     return []
-
-
-def _content(response: httpx.Response) -> Any:
-    assert response.is_success, f"{response.request.url}: {response.status_code} {response.text}"
-    return response.json() if response.content else None
-
-
-def _plain(params: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(params, default=str))

@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from model.checkpoint.verify import verify
+from tests.hub_server import HubServer
 from tests.integration.guide import blocks
 from tests.integration.processes import wait_for
 from tests.random_checkpoints import small_family, write_random
@@ -151,6 +152,27 @@ def test_a_new_checkpoint_is_evaluated_once_and_a_cached_rerun_not_at_all(team, 
     assert [event["payload"]["checkpoint"] for event in mine] == [first["out"], second["out"]]
     assert mine[0]["resource"]["prefect.resource.id"].startswith("shardflow://checkpoint/")
     assert mine[0]["payload"].keys() == {"checkpoint", "mp", "weights", "manifest_sha256"}
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_branch_is_followed_by_the_nightly_deployment(team, tiny, tmp_path):
+    latest = tmp_path / "org" / "tiny" / "latest"
+    params = {"repo": "org/tiny", "root": str(tmp_path), "mp": 1, "weights": "fp8", "keep": 1, "gpu_limit": "gpu"}
+    with HubServer() as hub:
+
+        def follow() -> str:
+            run = team.start_run("reconvert/nightly", params, {"HF_ENDPOINT": hub.endpoint})
+            team.wait(run)
+            return run
+
+        commit = hub.add("org/tiny", tiny)
+        follow()
+        assert latest.readlink() == Path(commit, "mp1-fp8")
+        hub.clear()
+        again = follow()
+        wait_for(lambda: "nothing to do: main stands for" in team.run_log(again), 20, "the log says so")
+        assert hub.fetched() == set()
+    assert verify(latest, tiny).source_tensors == 259
 
 
 @pytest.mark.usefixtures("no_evaluation")

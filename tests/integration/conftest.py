@@ -1,11 +1,9 @@
 """One server and one worker for all tests of this folder, set up by the commands of docs/operating.md."""
 
-import sys
-
 import pytest
 
 from tests.integration.guide import blocks
-from tests.integration.processes import HEARTBEAT_S, prefect
+from tests.integration.processes import prefect
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +13,6 @@ def team(tmp_path_factory: pytest.TempPathFactory):
     with prefect(tmp_path_factory.mktemp("team")) as running:
         running.start_server(server.command)
         running.run(set_up.command)
-        running.run([sys.executable, "-m", "flows.zombies", "--within", str(HEARTBEAT_S + 10)])
+        running.lose_patience()
         running.start_worker("worker", worker.command)
         yield running

@@ -21,6 +21,7 @@ def test_the_set_up_may_be_run_again(team):
     team.run(blocks()[1].command)
     assert sorted(automation["name"] for automation in team.post("/automations/filter", {})) == before
     assert len(team.post("/deployments/filter", {})) == 4
+    team.lose_patience()
 
 
 def test_from_the_first_run_to_the_schedule(team):

@@ -16,7 +16,12 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["has_fp8_product", "jit", "tl", "triton"]
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    gdc_launch_dependents = gdc_wait = None
+
+__all__ = ["begin", "has_fp8_product", "jit", "overlapping", "tl", "triton"]
 
 FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0). Older GPUs have no float8_e4m3fn in Triton, not even as a cast.
 
@@ -32,10 +37,28 @@ def has_fp8_product(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def jit(**options: Any) -> Callable[[Callable[..., None]], Any]:
+@functools.cache
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that calls ``begin``: where the device can, it is launched before the last one ends.
+
+    That hides the launch itself (CUDA's programmatic dependent launch), of which a decode step has hundreds.
+    """
+    can = gdc_wait is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if can else {"OVERLAP": False}
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``triton.jit(**options)`` where Triton is installed, else a decorator that changes nothing."""
 
-    def decorate(kernel: Callable[..., None]) -> Any:
+    def decorate(kernel: Callable[..., Any]) -> Any:
         return kernel if triton is None else triton.jit(kernel, **options)
 
     return decorate
+
+
+@jit()
+def begin(OVERLAP: tl.constexpr) -> None:
+    """First line of a kernel: let the next one be launched, and wait for the results of the one before."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -8,13 +8,16 @@ scaled and added to a float32 sum outside them (DeepSeek-V3 technical report, se
 from __future__ import annotations  # without Triton the kernel's annotations must not be evaluated
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kernels.device import has_fp8_product, jit, tl, triton
+from kernels.fp8_few_rows import fp8_few_rows
 
 BLOCK = 128  # of every scale, along K and along N
+FEW_ROWS = 64  # up to here reading weights is all that counts
 GROUP_M = 8  # tiles of rows that run side by side, to share the weights they read through the L2 cache
 
 # (BLOCK_M, BLOCK_N, warps, stages): what the autotuner tries. BLOCK_N divides BLOCK: a tile has one weight scale.
@@ -49,8 +52,47 @@ def fp8_gemm(
     Raises ValueError for other dtypes, and for shapes that do not fit, naming them.
     """
     _check(a, a_s, b, b_s)
-    product = fp8_gemm_triton if has_fp8_product(a.device) else fp8_gemm_reference
-    return product(a, a_s, b, b_s, dtype)
+    if not has_fp8_product(a.device):
+        return fp8_gemm_reference(a, a_s, b, b_s, dtype)
+    rows, scales = a.reshape(-1, a.shape[-1]), a_s.reshape(-1, a_s.shape[-1])
+    return _product(len(rows), b, dtype)(rows, scales, b, b_s, dtype).view(*a.shape[:-1], b.shape[0])
+
+
+def _product(M: int, b: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The fastest product of that many rows, as measured on an H200 (``benchmarks.kernels``)."""
+    if M <= FEW_ROWS:
+        return fp8_few_rows
+    if dtype == torch.bfloat16 and b.shape[0] % 16 == 0 and b.shape[1] % BLOCK == 0 and _torch_has_product(b.device):
+        return fp8_gemm_torch
+    return fp8_gemm_triton
+
+
+@functools.cache
+def _torch_has_product(device: torch.device) -> bool:
+    """Whether torch's block-scaled product takes these operands: by version of CUDA, and by GPU."""
+    codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones(128, 1, device=device)
+    try:
+        fp8_gemm_torch(codes, scales, codes, scales[:1], torch.bfloat16)
+    except (RuntimeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def fp8_gemm_torch(
+    a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """``fp8_gemm`` by cuBLAS, through ``torch._scaled_mm``.
+
+    It wants the activations' scales column by column, and rows by fours: missing ones are added and cut off again.
+    """
+    M = len(a)
+    if M % 4:
+        a, a_s = (
+            torch.nn.functional.pad(part.view(torch.uint8), (0, 0, 0, -M % 4)).view(part.dtype) for part in (a, a_s)
+        )
+    out: torch.Tensor = torch._scaled_mm(a, b.t(), scale_a=a_s.t().contiguous().t(), scale_b=b_s.t(), out_dtype=dtype)
+    return out[:M]
 
 
 def _check(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ import torch
 from kernels.device import has_fp8_product, jit, tl, triton
 
 BAND_ELEMENTS = 1 << 20  # what the reference decodes at a time, with 6 MiB of scratch; less is slower
-TILE_ROWS = 32  # rows for each Triton program
+TILE_ROWS = 2  # rows and, side by side, blocks for each Triton program: long runs of memory
+TILE_BLOCKS = 16
 
 
 def weight_dequant(
@@ -141,7 +142,7 @@ def weight_dequant_triton(
     if w.stride(1) != 1:
         w = w.contiguous()
     s = s.contiguous()
-    grid = (s.shape[1], -(-N // TILE_ROWS))
+    grid = (-(-s.shape[1] // TILE_BLOCKS), -(-N // TILE_ROWS))
     with torch.cuda.device(w.get_device()):
         _weight_dequant_kernel[grid](
             w,
@@ -154,6 +155,7 @@ def weight_dequant_triton(
             BLOCK_ROWS=block_size[0],
             BLOCK_COLUMNS=block_size[1],
             TILE_ROWS=TILE_ROWS,
+            TILE_BLOCKS=TILE_BLOCKS,
             TILE_COLUMNS=triton.next_power_of_2(block_size[1]),
         )
     return out
@@ -171,21 +173,23 @@ def _weight_dequant_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile: TILE_ROWS rows of one column of blocks. Its rows may lie in two blocks, so each has its scale."""
-    block_column = tl.program_id(0)
+    """TILE_ROWS rows of TILE_BLOCKS blocks side by side. Its rows may lie in two blocks, so each has its scale."""
     tile_row = tl.program_id(1) * TILE_ROWS
-    row = tl.arange(0, TILE_ROWS)
-    column_in_block = tl.arange(0, TILE_COLUMNS)
-    column = block_column * BLOCK_COLUMNS + column_in_block
+    row = tl.arange(0, TILE_ROWS)[:, None, None]
+    block = (tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :, None]
+    column_in_block = tl.arange(0, TILE_COLUMNS)[None, None, :]
+    column = block * BLOCK_COLUMNS + column_in_block
     row_inside = tile_row + row < N
-    inside = row_inside[:, None] & ((column_in_block < BLOCK_COLUMNS) & (column < K))[None, :]
+    inside = row_inside & (column_in_block < BLOCK_COLUMNS) & (column < K)
 
     scale_row = (first_row + tile_row + row) // BLOCK_ROWS
-    s = tl.load(s_ptr + scale_row * tl.cdiv(K, BLOCK_COLUMNS) + block_column, mask=row_inside, other=0.0)
+    blocks = tl.cdiv(K, BLOCK_COLUMNS)
+    s = tl.load(s_ptr + scale_row * blocks + block, mask=row_inside & (block < blocks), other=0.0)
     # 64-bit arithmetic for the tile's first row alone: a matrix may hold more than 2**31 values, a tile may not
     w_ptr += tile_row.to(tl.int64) * row_stride
     out_ptr += tile_row.to(tl.int64) * K
-    w = tl.load(w_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row[:, None] * K + column[None, :], (w * s[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    w = tl.load(w_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * K + column, (w * s).to(out_ptr.dtype.element_ty), mask=inside)

@@ -45,16 +45,29 @@ def load_model(
     False dequantises: ``float32(w) * scale``, rounded once to BF16, then cast to ``dtype``.
     Raises ``InputError`` with a line for each tensor that is missing, left over, or of another shape or dtype.
     """
+    execution = execution_for(directory, manifest, topology, device, dtype=dtype, fp8=fp8)
+    model = Transformer(manifest.args, execution, attention)
+    fill(model, directory / shard_name(topology.rank, topology.size), manifest.args.block_size)
+    return model
+
+
+def execution_for(
+    directory: Path,
+    manifest: Manifest,
+    topology: Topology,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    fp8: bool | None = None,
+) -> Execution:
+    """How the checkpoint's model computes on ``device``; see ``load_model``."""
     args = manifest.args
     possible = args.dtype == "fp8" and args.block_size == FP8_PRODUCT_BLOCK
     if fp8 and not possible:
         raise InputError(f"{directory}: holds {described(args)} weights; the FP8 product takes FP8 in 128x128 blocks")
     if fp8 is None:
         fp8 = possible and has_fp8_product(device)
-    execution = Execution(topology, device, dtype or default_dtype(device), fp8)
-    model = Transformer(args, execution, attention)
-    fill(model, directory / shard_name(topology.rank, topology.size), args.block_size)
-    return model
+    return Execution(topology, device, dtype or default_dtype(device), fp8)
 
 
 def described(args: ModelArgs) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kernels.fused_moe import ExpertWeights
 from model.args import ModelArgs
 from model.layers import MLP, Execution, Linear
 from model.topology import Topology
@@ -74,6 +75,7 @@ class MoE(nn.Module):
             {str(expert): Expert(args, execution) for expert in local_experts(args, self.topology)}
         )
         self.shared_experts = MLP(args.n_shared_experts * args.moe_inter_dim, args, execution)
+        self.stacked: ExpertWeights | None = None  # where all of them lie, if ``model.engine.weights`` placed them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, dim) to the same shape and dtype; one all-reduce, in float32."""

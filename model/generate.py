@@ -1,13 +1,14 @@
 """The command ``python -m model.generate CKPT``: replies to prompts, to a file of prompts, or at a terminal.
 
 It starts its own ranks, or is one of ``torchrun --nproc-per-node N -m model.generate CKPT …``. With one ``--prompt``,
-standard output is the reply and nothing else. The loop itself is ``model.generation.generate``.
+standard output is the reply and nothing else. Prompts given at once run on ``model.engine``; a conversation at the
+terminal, and the naive form of attention, on the simple path, ``model.generation.generate``.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,11 @@ import torch
 from model.args import ModelArgs
 from model.chat import chat
 from model.checkpoint.manifest import Manifest
+from model.engine.engine import Limits
+from model.engine.generation import generate as generate_on_engine
 from model.generation import check_prompts, generate
 from model.launch import run_command
-from model.options import add_model_options, load_as_asked, positive
+from model.options import add_model_options, engine_as_asked, load_as_asked, positive
 from model.prompts import Messages, Tokenizer, from_user, read_prompts
 from model.ranks import agree
 from model.sampling import Sampling
@@ -64,24 +67,34 @@ def _work(options: argparse.Namespace, manifest: Manifest, topology: Topology, d
     """What each rank does. Whatever can be refused is found before the weights are loaded."""
     sampling = agree(topology, lambda: _sampling(options))
     asked = agree(topology, lambda: _asked(options, manifest.args) if topology.rank == 0 else None)
-    model = load_as_asked(options, manifest, topology, device)
     if options.interactive:
+        model = load_as_asked(options, manifest, topology, device)
         chat(model, asked.tokenizer if asked else None, max_new_tokens=options.max_new_tokens, sampling=sampling)
         return
     prompts, eos = topology.broadcast_object(asked and (asked.prompts, asked.tokenizer.eos))
-    generator = sampling.generator(device)
+    reply_to = _replier(options, manifest, topology, device, prompts)
+    how = {"max_new_tokens": options.max_new_tokens, "eos": eos, "sampling": sampling}
+    how["generator"] = sampling.generator(device)
     for start in range(0, len(prompts), options.batch_size):
-        replies = generate(
-            model,
-            prompts[start : start + options.batch_size],
-            max_new_tokens=options.max_new_tokens,
-            eos=eos,
-            sampling=sampling,
-            generator=generator,
-        )
+        replies = reply_to(prompts[start : start + options.batch_size], **how)
         if asked is not None:
             for conversation, reply in zip(asked.conversations[start:], replies, strict=False):
                 print(_shown(options, conversation, asked.tokenizer.decode(reply)), flush=True)
+
+
+def _replier(
+    options: argparse.Namespace,
+    manifest: Manifest,
+    topology: Topology,
+    device: torch.device,
+    prompts: list[list[int]],
+) -> Callable[..., list[list[int]]]:
+    """What completes a batch of prompts: the engine, with room for the longest of ``prompts``, or the simple path."""
+    if options.attention != "absorbed":
+        return partial(generate, load_as_asked(options, manifest, topology, device))
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    limits = Limits(min(options.batch_size, len(prompts)), min(longest, manifest.args.max_seq_len))
+    return partial(generate_on_engine, engine_as_asked(options, manifest, topology, device, limits))
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:

@@ -7,6 +7,7 @@ import torch
 
 from model.attention import ATTENTION
 from model.checkpoint.manifest import Manifest
+from model.engine.engine import Engine, Limits, load_engine
 from model.load import load_model
 from model.ranks import agree
 from model.topology import Topology
@@ -21,7 +22,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="directory with shards and manifest.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are")
     parser.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: float32 on the CPU, else bfloat16)")
-    parser.add_argument("--attention", choices=ATTENTION, default="absorbed", help="form of MLA (default absorbed)")
+    parser.add_argument(
+        "--attention", choices=ATTENTION, default="absorbed", help="form of MLA (default absorbed, which is fast)"
+    )
     parser.add_argument(
         "--fp8",
         choices=FP8_CHOICES,
@@ -53,5 +56,23 @@ def load_as_asked(
             dtype=DTYPES.get(options.dtype),
             fp8=FP8_CHOICES[options.fp8],
             attention=options.attention,
+        ),
+    )
+
+
+def engine_as_asked(
+    options: argparse.Namespace, manifest: Manifest, topology: Topology, device: torch.device, limits: Limits
+) -> Engine:
+    """This rank's engine by the options; all ranks end where a shard of any of them cannot be used."""
+    return agree(
+        topology,
+        lambda: load_engine(
+            options.checkpoint,
+            manifest,
+            topology,
+            device,
+            limits,
+            dtype=DTYPES.get(options.dtype),
+            fp8=FP8_CHOICES[options.fp8],
         ),
     )

@@ -18,7 +18,7 @@ from kernels.matvec import linear
 from kernels.mla_decode import mla_decode
 from kernels.moe_gate import route
 from model.args import LATENT_NORM_EPS
-from model.engine.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Product
+from model.engine.weights import AttentionWeights, DenseWeights, LayerWeights, MoEWeights, Product, outputs
 from model.rope import softmax_scale
 from model.transformer import Transformer
 
@@ -124,7 +124,7 @@ class Forward:
     def _attention(
         self, weights: AttentionWeights, normed: Normed, where: Where, pages: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        query, latent = weights.first.parts(normed)
+        query, latent = outputs(weights.first, normed)
         if weights.query is not None and weights.query_norm is not None:
             scale_fmt = weights.query.scale_fmt
             quantise = weights.query.scale is not None
@@ -139,7 +139,7 @@ class Forward:
         return self._summed(weights.out, attend(weights, query, pages))
 
     def _dense(self, weights: DenseWeights, normed: Normed) -> torch.Tensor:
-        gate, up = weights.gate_up.parts(normed)
+        gate, up = outputs(weights.gate_up, normed)
         return self._summed(weights.down, Normed(functional.silu(gate) * up))
 
     def _summed(self, product: Product, x: Normed) -> torch.Tensor:

@@ -44,16 +44,17 @@ class Product:
         quantised = x.quantised or act_quant(x.x, scale_fmt=self.scale_fmt)
         return fp8_gemm(*quantised, self.weight, self.scale, dtype=dtype)
 
-    def parts(self, x: Normed) -> tuple[torch.Tensor, ...]:
-        """The outputs of each linear, as columns of one product."""
-        return torch.split(self(x), list(self.widths), dim=-1)
+
+def outputs(products: tuple[Product, ...], x: Normed) -> list[torch.Tensor]:
+    """The output of every linear in ``products``, which are one where they could be stacked."""
+    return [part for product in products for part in torch.split(product(x), list(product.widths), dim=-1)]
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
     """``first`` gives queries (or their latent) and latents; ``query`` expands a query's latent where there is one."""
 
-    first: Product
+    first: tuple[Product, ...]
     query_norm: torch.Tensor | None
     query: Product | None
     latent_norm: torch.Tensor
@@ -67,7 +68,7 @@ class AttentionWeights:
 class DenseWeights:
     """A gated MLP: gate and up in one product."""
 
-    gate_up: Product
+    gate_up: tuple[Product, ...]
     down: Product
 
 
@@ -126,9 +127,8 @@ def _stack_block(block: Block, execution: Execution) -> None:
 
 
 def _stack(linears: Sequence[Linear], device: torch.device) -> None:
-    """Give linears of the same input one piece of memory; blocks of FP8 scales must not straddle two of them."""
-    weights = [layer.weight for layer in linears]
-    if linears[0].scale is not None and any(weight.shape[0] % BLOCK for weight in weights[:-1]):
+    """Give linears of the same input one piece of memory, where that is possible."""
+    if not _stackable(linears):
         return
     for name in ("weight", "scale") if linears[0].scale is not None else ("weight",):
         parts = [getattr(layer, name) for layer in linears]
@@ -138,13 +138,20 @@ def _stack(linears: Sequence[Linear], device: torch.device) -> None:
             _bind(layer, name, view)
 
 
+def _stackable(linears: Sequence[Linear]) -> bool:
+    """A block of FP8 scales must not straddle two linears."""
+    return linears[0].scale is None or all(layer.weight.shape[0] % BLOCK == 0 for layer in linears[:-1])
+
+
+def _products(linears: Sequence[Linear]) -> tuple[Product, ...]:
+    """One product of all linears, or one of each where they could not be stacked."""
+    return (_product(linears),) if _stackable(linears) else tuple(_product([layer]) for layer in linears)
+
+
 def _product(linears: Sequence[Linear]) -> Product:
-    """One product of linears; what ``_stack`` left apart is copied together."""
     weights = [layer.weight for layer in linears]
     scales = [layer.scale for layer in linears if layer.scale is not None]
     widths = tuple(weight.shape[0] for weight in weights)
-    if scales and any(width % BLOCK for width in widths[:-1]):
-        raise ValueError(f"FP8 linears of {widths} outputs cannot be one product: their blocks of {BLOCK} would mix")
     return Product(
         _joined([weight.data for weight in weights]),
         _joined([scale.data for scale in scales]) if scales else None,
@@ -190,7 +197,7 @@ def _layer(block: Block, model: Transformer) -> LayerWeights:
         gathered: DenseWeights | MoEWeights = _moe(ffn, model.args)
     else:
         assert isinstance(ffn, MLP)
-        gathered = DenseWeights(_product([ffn.w1, ffn.w3]), _product([ffn.w2]))
+        gathered = DenseWeights(_products([ffn.w1, ffn.w3]), _product([ffn.w2]))
     return LayerWeights(
         block.attn_norm.weight.data, _attention(block, model.args), block.ffn_norm.weight.data, gathered
     )
@@ -202,7 +209,7 @@ def _attention(block: Block, args: ModelArgs) -> AttentionWeights:
     expansion = attention.wkv_b.weight.data.view(attention.heads, -1, args.kv_lora_rank)
     to_keys, to_values = torch.split(expansion, [args.qk_nope_head_dim, args.v_head_dim], dim=1)
     return AttentionWeights(
-        first=_product([attention.wq_a if has_latent else attention.wq, attention.wkv_a]),
+        first=_products([attention.wq_a if has_latent else attention.wq, attention.wkv_a]),
         query_norm=attention.q_norm.weight.data if has_latent else None,
         query=_product([attention.wq_b]) if has_latent else None,
         latent_norm=attention.kv_norm.weight.data,

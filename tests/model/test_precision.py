@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from model.checkpoint.manifest import read_manifest
+from model.engine.engine import Limits, load_engine
 from model.load import load_model
 from model.topology import Topology
 from tests.model.oracle import ASSETS, TINY_V3
@@ -90,3 +91,46 @@ def test_gpu(case, fp8, gate, attention, shards, windows, float32):
     """On CUDA: BF16 shards in BF16, and FP8 shards through the Triton kernels, each the device's own default."""
     actual = predictions(shards(case, 1), windows, device="cuda", fp8=fp8, attention=attention)
     assert_within(gate, actual, float32)
+
+
+def engine_predictions(directory, windows, device="cpu", **how) -> torch.Tensor:
+    """As ``predictions``, by the engine: half of each window read at once, the rest token by token."""
+    limits = Limits(batch=len(windows), context=WINDOW)
+    manifest = read_manifest(directory)
+    engine = load_engine(directory, manifest, Topology(), torch.device(device), limits, **how)
+    half = WINDOW // 2
+    ids = torch.cat(windows)[:, :WINDOW]
+    steps = [engine.join(ids[:, :half].tolist(), [WINDOW - half] * len(windows)).cpu()]
+    for position in range(half, WINDOW - 1):
+        engine.choose(ids[:, position].to(device))
+        steps.append(engine.step().cpu())
+    return torch.stack(steps, dim=1).flatten(0, 1).log_softmax(dim=-1)
+
+
+def second_halves(float32: torch.Tensor, windows: int) -> torch.Tensor:
+    return float32[: windows * (WINDOW - 1)].view(windows, WINDOW - 1, -1)[:, WINDOW // 2 - 1 :].flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "gate"),
+    [("tiny-v3", {"dtype": torch.bfloat16}, BF16), ("tiny-v3-fp8", {"fp8": True}, FP8)],
+)
+def test_engine(case, how, gate, shards, windows, float32):
+    actual = engine_predictions(shards(case, 1), windows[:2], **how)
+    assert_within(gate, actual, second_halves(float32, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "fp8", "gate"), [("tiny-v3", False, BF16), ("tiny-v3-fp8", True, FP8)])
+def test_engine_gpu(case, fp8, gate, shards, windows, float32):
+    """By the fused kernels and graphs, five windows in one batch."""
+    actual = engine_predictions(shards(case, 1), windows[:5], "cuda", fp8=fp8)
+    assert_within(gate, actual, second_halves(float32, 5))
+
+
+@pytest.mark.gpu
+def test_engine_gpu_float32(shards, windows, float32):
+    """Without kernels and graphs the engine on a GPU is the simple path's equal."""
+    actual = engine_predictions(shards("tiny-v3", 1), windows[:2], "cuda", dtype=torch.float32)
+    expected = second_halves(float32, 2)
+    assert float((expected.exp() * (expected - actual)).sum(dim=-1).mean()) <= 1e-7

@@ -22,13 +22,24 @@ import torch
 from kernels.act_quant import act_quant
 from kernels.device import has_fp8_product, triton
 from kernels.fp8_gemm import fp8_gemm
+from kernels.fused_moe import ExpertShapes, ExpertWeights, fused_moe
+from kernels.latent_cache import PAGE
+from kernels.mla_decode import mla_decode
 from kernels.weight_dequant import weight_dequant
 
 # DeepSeek-V3, N x K: q_a with kv_a, q_b, kv_b, o, gate with up of an expert, down of an expert
 PRODUCTS = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
-PRODUCT_ROWS = [1, 16, 128, 4096]
+PRODUCT_ROWS = [1, 16, 64, 128, 4096]
 WEIGHTS = [*PRODUCTS, (18432, 7168), (576, 7168)]
 ACTIVATIONS = [(1, 7168), (128, 7168), (8192, 7168), (8192, 2048), (8192, 10944)]
+
+# name, shapes (experts, width, inner, shared, width of a shared piece), experts a token, FP8, tokens
+MIXTURES = [
+    ("V2-Lite", ExpertShapes(64, 2048, 1408, 2, 1408), 6, False, (1, 8, 32, 2048)),
+    ("V3", ExpertShapes(256, 7168, 2048, 1, 2048), 8, True, (1, 8, 32, 1024)),
+]
+# sequences, heads, positions of each
+ATTENTIONS = [(1, 16, 512), (8, 16, 512), (32, 16, 512), (1, 128, 1024), (32, 128, 1024)]
 
 TORCH_PRODUCT_ROWS = 16  # from here on torch._scaled_mm is measured too
 SAME_PRODUCT = 1e-2  # relative to the Frobenius norm; both products round to bfloat16, by up to 2**-9
@@ -99,6 +110,26 @@ def microseconds(kernel: Callable[[], Any]) -> float:
     return float(triton.testing.do_bench(kernel, return_mode="median")) * 1e3
 
 
+def graph_microseconds(kernel: Callable[[], Any], repeats: int = 20) -> float:
+    """As ``microseconds``, of a captured graph: for what would else measure how fast Python launches."""
+    for _ in range(2):
+        kernel()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel()
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(statistics.median(times))
+
+
 def measure_gpu() -> list[Row]:
     """Every kernel on DeepSeek-V3's shapes."""
     rows: list[Row] = []
@@ -111,6 +142,11 @@ def measure_gpu() -> list[Row]:
     for N, K in PRODUCTS:
         for M in PRODUCT_ROWS:
             measure_product(M, N, K, copy_rate, rows)
+    for mixture in MIXTURES:
+        for tokens in mixture[-1]:
+            measure_experts(*mixture[:-1], tokens, copy_rate, rows)
+    for attention in ATTENTIONS:
+        measure_attention(*attention, copy_rate, rows)
     return rows
 
 
@@ -153,22 +189,29 @@ def measure_product(M: int, N: int, K: int, copy_rate: float, rows: list[Row]) -
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     a, a_s = act_quant(x)
     require_every_element_written(lambda: fp8_gemm(a, a_s, b, b_s))
-    us = microseconds(lambda: fp8_gemm(a, a_s, b, b_s))
+    us = graph_microseconds(lambda: fp8_gemm(a, a_s, b, b_s))
+    linear_us = graph_microseconds(lambda: fp8_gemm(*act_quant(x), b, b_s))
     weight = weight_dequant(b, b_s)
-    bf16_us = microseconds(lambda: torch.nn.functional.linear(x, weight))
+    bf16_us = graph_microseconds(lambda: torch.nn.functional.linear(x, weight))
     figures = memory_bound(us, N * K + M * K + 2 * M * N, copy_rate)
     tflops = 2 * M * N * K / us / 1e6
-    versus: Row = {"TFLOP/s": tflops, "bf16 us": bf16_us, "speedup over bf16": bf16_us / us}
+    versus: Row = {"TFLOP/s": tflops, "with act_quant us": linear_us, "bf16 us": bf16_us,
+                   "linear over bf16": bf16_us / linear_us}  # fmt: skip
     if M >= TORCH_PRODUCT_ROWS:
-        versus |= measure_torch_product(a, a_s, b, b_s, us)
+        versus |= measure_torch_product(x, a, a_s, b, b_s, linear_us)
     show({"kernel": "fp8_gemm", "shape": f"{N}x{K}", "M": M, **figures, **versus}, rows)
 
 
 def measure_torch_product(
-    a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, us: float
+    x: torch.Tensor, a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, linear_us: float
 ) -> dict[str, float | str]:
-    """torch's product of the same operands, in the layout of scales that it asks for; why not, where it refuses."""
+    """torch's product of the same operands, alone and after ``act_quant``; why not, where it refuses."""
     a_scale, b_scale = a_s.t().contiguous().t(), b_s.contiguous().t()
+
+    def linear() -> torch.Tensor:
+        codes, scales = act_quant(x)
+        by_column = scales.t().contiguous().t()
+        return torch._scaled_mm(codes, b.t(), scale_a=by_column, scale_b=b_scale, out_dtype=torch.bfloat16)
 
     def product() -> torch.Tensor:
         return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
@@ -180,8 +223,53 @@ def measure_torch_product(
         return {"torch us": f"refused: {str(refusal).splitlines()[0]}"}
     if error > SAME_PRODUCT:
         raise SystemExit(f"torch's product differs from ours by {error:.2g}: they do not measure the same thing")
-    torch_us = microseconds(product)
-    return {"torch us": torch_us, "speedup over torch": torch_us / us}
+    with_quantisation = graph_microseconds(linear)
+    return {"torch us": graph_microseconds(product), "linear over torch's": with_quantisation / linear_us}
+
+
+def measure_experts(
+    name: str, shapes: ExpertShapes, choices: int, fp8: bool, tokens: int, copy_rate: float, rows: list[Row]
+) -> None:
+    """Routed and shared experts of one layer; the floor is the weights of the experts that were chosen."""
+    weights = ExpertWeights.empty(shapes, torch.float8_e4m3fn if fp8 else torch.bfloat16, "cuda")
+    for stack in (weights.gate_up, weights.down):
+        if fp8:
+            stack.copy_(random_weight(1, stack.numel(), "cuda")[0][0])
+        else:
+            stack.normal_(0, 0.03)
+    for scales in (weights.gate_up_scale, weights.down_scale):
+        if scales is not None:
+            scales.uniform_(1e-5, 2e-4)
+    x = torch.randn(tokens, shapes.dim, device="cuda", dtype=torch.bfloat16)
+    routed = torch.rand(tokens, shapes.experts, device="cuda").topk(choices).indices.int()
+    shared = torch.arange(shapes.experts, shapes.count, device="cuda", dtype=torch.int32).expand(tokens, -1)
+    indices = torch.cat([routed, shared], dim=1)
+    require_every_element_written(lambda: fused_moe(x, indices, weights))
+    us = graph_microseconds(lambda: fused_moe(x, indices, weights))
+    touched = (
+        (len(routed.unique()) + shapes.shared * shapes.shared_inner / shapes.inner) * 3 * shapes.dim * shapes.inner
+    )
+    figures = memory_bound(us, int(touched) * (1 if fp8 else 2), copy_rate)
+    tflops = indices.numel() * 6 * shapes.dim * shapes.inner / us / 1e6
+    show({"kernel": "fused_moe", "shape": name, "tokens": tokens, **figures, "TFLOP/s": tflops}, rows)
+
+
+def measure_attention(B: int, H: int, positions: int, copy_rate: float, rows: list[Row]) -> None:
+    """Absorbed attention of one token a sequence; the floor is reading the latents once."""
+    pages_each = positions // PAGE
+    pages = torch.randn(B * pages_each, PAGE, 576, device="cuda").bfloat16()
+    table = torch.randperm(B * pages_each, device="cuda").view(B, pages_each).int()
+    lengths = torch.full((B,), positions, device="cuda")
+    q_latent = torch.randn(B, H, 512, device="cuda").bfloat16()
+    q_rope = torch.randn(B, H, 64, device="cuda").bfloat16()
+    to_values = (torch.randn(H, 128, 512, device="cuda") * 0.05).bfloat16()
+
+    def attend() -> torch.Tensor:
+        return mla_decode(q_latent, q_rope, pages, table, lengths, to_values, 0.05)[0]
+
+    require_every_element_written(attend)
+    figures = memory_bound(graph_microseconds(attend), 2 * (pages.numel() + to_values.numel()), copy_rate)
+    show({"kernel": "mla_decode", "shape": f"{B} x {positions}, {H} heads", **figures}, rows)
 
 
 # ---- CPU ----

@@ -4,6 +4,8 @@ Triton is optional: macOS has none, and a machine that only converts checkpoints
 leaves a kernel an ordinary function that nobody calls, and the plain-torch references do all the work.
 """
 
+from __future__ import annotations  # without Triton the kernel's annotations must not be evaluated
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -57,7 +57,8 @@ def write_latents_reference(
 
 
 def _rotated(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    # A copy, since a slice that starts at an odd place cannot be seen as complex numbers.
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).clone(memory_format=torch.contiguous_format))
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 

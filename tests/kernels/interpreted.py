@@ -10,6 +10,7 @@ import torch
 from kernels import fp8_gemm
 from kernels.act_quant import act_quant_reference, act_quant_triton
 from kernels.weight_dequant import weight_dequant_reference, weight_dequant_triton
+from tests.kernels.interpreter import pretend_a_gpu
 from tests.kernels.operands import (
     assert_same_bits,
     frobenius_error,
@@ -18,6 +19,12 @@ from tests.kernels.operands import (
     random_codes,
     random_scales,
 )
+from tests.kernels.test_act_quant import zeros_and_all_ones
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    pretend_a_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
@@ -32,6 +39,16 @@ def test_act_quant(K, scale_fmt, monkeypatch):
     assert quotient.dtype == torch.float32
     expected, expected_s = act_quant_reference(x, 128, scale_fmt)
     assert expected.dtype == torch.float32
+    assert_same_bits(s, expected_s)
+    assert_same_bits(quotient, expected)
+
+
+def test_act_quant_of_signed_zeros_and_a_scale_whose_mantissa_is_all_ones(monkeypatch):
+    monkeypatch.setattr(torch, "float8_e4m3fn", torch.float32)
+    x = zeros_and_all_ones()
+    with poisoned_outputs():
+        quotient, s = act_quant_triton(x)
+    expected, expected_s = act_quant_reference(x)
     assert_same_bits(s, expected_s)
     assert_same_bits(quotient, expected)
 

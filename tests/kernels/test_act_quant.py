@@ -89,6 +89,30 @@ def test_a_group_of_zeros_has_the_smallest_scale():
     assert s.tolist() == [[float(torch.tensor(SMALLEST_AMAX) / 448)] * 2]
 
 
+def zeros_and_all_ones() -> torch.Tensor:
+    """Rows of 11 groups, zeros of both signs among them; some of the first 8 have a scale with a mantissa of ones only.
+
+    A reciprocal corrected by its remainder rounds rightly for every other divisor.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(6, 11, 128) * 100
+    x[..., ::7], x[..., 1::7] = 0.0, -0.0
+    largest = 448 * (2 - 2.0**-23)
+    x[:, :8:3] *= largest / x[:, :8:3].abs().amax(-1, keepdim=True) * 0.99
+    x[:, :8:3, 2] = largest
+    x[4], x[5] = 0.0, -0.0
+    return x.flatten(1)
+
+
+def test_scales_whose_mantissa_is_all_ones():
+    x = zeros_and_all_ones()
+    q, s = act_quant(x)
+    assert ((s.view(torch.int32) & 0x7FFFFF) == 0x7FFFFF).sum() == 4 * 3
+    expected_q, expected_s = quantise_in_float64(x)
+    assert_same_bits(s, expected_s)
+    assert_same_bits(q, expected_q)
+
+
 def test_strided_rows_and_no_rows():
     torch.manual_seed(0)
     x = torch.randn(5, 300)
@@ -116,6 +140,28 @@ def test_gpu_equals_the_reference_bit_for_bit(M, K, dtype, scale_fmt):
     with poisoned_outputs():
         q, s = act_quant_triton(x, 128, scale_fmt)
     expected_q, expected_s = act_quant_reference(x.cpu(), 128, scale_fmt)
+    assert_same_bits(s.cpu(), expected_s)
+    assert_same_bits(q.cpu(), expected_q)
+
+
+@pytest.mark.gpu
+def test_gpu_of_signed_zeros_and_scales_whose_mantissa_is_all_ones():
+    x = zeros_and_all_ones()
+    with poisoned_outputs():
+        q, s = act_quant_triton(x.cuda())
+    expected_q, expected_s = act_quant_reference(x)
+    assert_same_bits(s.cpu(), expected_s)
+    assert_same_bits(q.cpu(), expected_q)
+
+
+@pytest.mark.gpu
+def test_gpu_rounds_every_quotient_rightly():
+    """A hundred thousand scales, with values that lie between two FP8 numbers or beside the middle."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 3200)
+    x[:, ::2] = (x[:, ::2] * 8).round() / 16 * x[:, :1]
+    q, s = act_quant_triton(x.cuda())
+    expected_q, expected_s = act_quant_reference(x)
     assert_same_bits(s.cpu(), expected_s)
     assert_same_bits(q.cpu(), expected_q)
 

@@ -78,6 +78,23 @@ def test_gpu_within_the_gates_of_float64(M, N, K, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 3, 16, 64, 65, 100, 128, 129])
+@pytest.mark.parametrize(
+    ("N", "K", "dtype"),
+    [
+        *((N, K, torch.bfloat16) for N, K in [*V3_SHAPES, (3648, 2048), (2048, 10944), (576, 7168), (63, 192)]),
+        *((N, K, torch.float32) for N, K in [(2112, 7168), (63, 192)]),
+    ],
+)
+def test_gpu_by_whichever_product_is_fastest(M, N, K, dtype):
+    a, a_s, b, b_s = operands(M, N, K, device="cuda")
+    with poisoned_outputs():
+        actual = fp8_gemm(a, a_s, b, b_s, dtype)
+    assert actual.shape == (M, N)
+    assert frobenius_error(actual, product_float64(a, a_s, b, b_s)) <= GATE[dtype]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 17, 33, 65, 127, 200])
 def test_gpu_every_row_for_itself(M):
     """A row's result depends on no other row, whatever tile its neighbours fill: the row of greatest error counts."""

@@ -13,11 +13,12 @@ from kernels import act_quant, fp8_gemm, weight_dequant
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_through_the_interpreter():
+@pytest.mark.parametrize("kernels", ["interpreted.py", "interpreted_decode.py"])
+def test_kernels_through_the_interpreter(kernels):
     pytest.importorskip("triton")
     # Triton decides when a kernel is defined whether to interpret it, so this needs a process of its own.
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{kernels}"],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -77,6 +78,7 @@ def test_act_quant_compiles_to_exact_divisions(dtype, ue8m0):
             "LARGEST": act_quant.FP8_MAX,
             "LEAST_AMAX": act_quant.SMALLEST_AMAX,
             "UE8M0": ue8m0,
+            "OVERLAP": False,
         },
         ["x_ptr", "q_ptr", "s_ptr", "K", "row_stride"],
     )
@@ -91,7 +93,13 @@ def test_weight_dequant_compiles_to_wide_accesses(dtype):
     ptx = ptx_for_hopper(
         weight_dequant._weight_dequant_kernel,
         pointers | dict.fromkeys(["N", "K", "row_stride", "first_row"], "i32"),
-        {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "TILE_ROWS": weight_dequant.TILE_ROWS, "TILE_COLUMNS": 128},
+        {
+            "BLOCK_ROWS": 128,
+            "BLOCK_COLUMNS": 128,
+            "TILE_ROWS": weight_dequant.TILE_ROWS,
+            "TILE_BLOCKS": weight_dequant.TILE_BLOCKS,
+            "TILE_COLUMNS": 128,
+        },
         [*pointers, "K", "row_stride"],
     )
     assert "ld.global.v4" in ptx

@@ -94,7 +94,8 @@ def _quotient(x: tl.tensor, s: tl.tensor) -> tl.tensor:
     """
     reciprocal = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
     q = x * reciprocal
-    q = tl.fma(-tl.fma(q, s[:, None], -x), reciprocal, q)  # in these signs -0.0 stays what it is
+    q = tl.fma(tl.fma(-q, s[:, None], x), reciprocal, q)
+    q = tl.where(x == 0.0, x, q)  # the correction makes 0.0 of -0.0
     if tl.max(((s.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF).to(tl.int32), axis=0) == 1:
         q = tl.div_rn(x, s[:, None])
     return q

@@ -61,7 +61,7 @@ def test_moe_align(T, S, E, R, others):
 def test_choice_of_experts(name):
     routing, bias = ROUTINGS[name]
     bias = router(routing, 1, bias)[2]
-    logits = grid_logits(routing, 5, parts=3)
+    logits = grid_logits(routing, 9, parts=3)
     with poisoned_outputs():
         actual = moe_gate.choose_triton(logits, bias, routing)
     assert_chosen(actual, chosen_in_float64(logits.sum(0), bias, routing))
@@ -151,10 +151,10 @@ def test_fused_moe(shared, shared_inner, rows):
 
 @pytest.mark.parametrize(("scale_fmt", "rows"), [(None, 16), ("ue8m0", 32)])
 @pytest.mark.parametrize(
-    ("experts", "D", "inner", "shared", "shared_inner"), [(3, 320, 192, 2, 128), (2, 63, 128, 0, 0)]
+    ("experts", "D", "inner", "shared", "shared_inner"), [(3, 320, 192, 3, 128), (2, 63, 128, 0, 0)]
 )
 def test_fused_moe_of_fp8(experts, D, inner, shared, shared_inner, scale_fmt, rows):
-    """The inner quotients stay float32, since the interpreter casts to FP8 wrongly; its BF16 is cut short four times."""
+    """The inner quotients stay float32, as the interpreter casts to FP8 wrongly; its BF16 is cut short four times."""
     shapes = fused_moe.ExpertShapes(experts, D, inner, shared, shared_inner)
     apart = experts_apart(shapes, FP8)
     weights = stacked(shapes, apart)

@@ -92,7 +92,7 @@ def test_a_group_of_zeros_has_the_smallest_scale():
 def zeros_and_all_ones() -> torch.Tensor:
     """Rows of 11 groups, zeros of both signs among them; some of the first 8 have a scale with a mantissa of ones only.
 
-    A reciprocal corrected by its remainder rounds rightly for every other divisor.
+    Those are the divisors for which a reciprocal corrected by its remainder is not known to round rightly.
     """
     torch.manual_seed(0)
     x = torch.randn(6, 11, 128) * 100
@@ -100,6 +100,7 @@ def zeros_and_all_ones() -> torch.Tensor:
     largest = 448 * (2 - 2.0**-23)
     x[:, :8:3] *= largest / x[:, :8:3].abs().amax(-1, keepdim=True) * 0.99
     x[:, :8:3, 2] = largest
+    x[..., 3::7] = 2.0 ** torch.randint(-9, 9, x[..., 3::7].shape)
     x[4], x[5] = 0.0, -0.0
     return x.flatten(1)
 

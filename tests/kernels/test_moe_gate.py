@@ -16,6 +16,7 @@ V2_LITE = Routing(64, 6, 1, 1, softmax=True, normalise=False, scale=1.0, first=0
 V2 = Routing(160, 6, 8, 3, softmax=True, normalise=False, scale=16.0, first=0, last=160, shared=2)
 V3 = Routing(256, 8, 8, 4, softmax=False, normalise=True, scale=2.5, first=0, last=256, shared=1)
 TINY = Routing(6, 3, 3, 2, softmax=False, normalise=True, scale=2.5, first=2, last=4, shared=3)
+ONE_GROUP = Routing(16, 3, 4, 1, softmax=False, normalise=True, scale=2.5, first=4, last=12, shared=2)
 ALONE = Routing(1, 1, 1, 1, softmax=False, normalise=True, scale=0.5, first=0, last=1)
 RANK_OF_V3 = dataclasses.replace(V3, first=64, last=128, shared=0)
 ROUTINGS = {
@@ -25,9 +26,11 @@ ROUTINGS = {
     "one rank's part of V3": (RANK_OF_V3, True),
     "V3 without a bias": (V3, False),
     "few experts": (TINY, True),
+    "one group of four, judged by two": (ONE_GROUP, True),
+    "one group of four, judged by one": (ONE_GROUP, False),
     "one expert": (ALONE, True),
 }
-ON_TRITON = [name for name, (routing, _) in ROUTINGS.items() if routing.groups == 1 or routing.experts == 256]
+ON_TRITON = [name for name, (routing, _) in ROUTINGS.items() if routing.groups == 1 or routing.experts in (16, 256)]
 """Groups want a power of two of experts there."""
 
 

@@ -52,6 +52,12 @@ class PipelineParameters(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _work_lies_outside_out(self) -> Self:
+        if self.work_directory.is_relative_to(self.out.absolute()):
+            raise ValueError("work: must lie outside out, which is renamed into its place as a whole")
+        return self
+
+    @model_validator(mode="after")
     def _ray_address_belongs_to_ray(self) -> Self:
         if self.ray_address is not None and self.task_runner != "ray":
             raise ValueError("ray_address: belongs to task_runner ray")

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from prefect import flow
+from prefect.logging import get_run_logger
 from prefect.transactions import transaction
 from rich.filesize import decimal
 
@@ -13,7 +14,7 @@ from model.checkpoint.convert import check_output
 from model.checkpoint.describe import PlanSummary
 from model.checkpoint.jobs import Spread
 from model.checkpoint.locate import check_revision, download_directory, is_hub_id
-from model.checkpoint.released import discard
+from model.checkpoint.released import RELEASED_SUFFIX, ReleasedError, discard, forget
 from model.checkpoint.verify import VerificationError
 from tasks import reports, tables
 from tasks.caching import STAGE_VERSIONS
@@ -49,10 +50,13 @@ def checkpoint_pipeline(params: PipelineParameters) -> PipelineResult:
     check_revision(params.source, params.revision)
     check_output(out)
     purpose = _purpose(params)
-    source = _obtain(params, purpose)
-    planned = plan(source, params.mp, params.weights, params.mtp).summary
-    dequantized = _dequantize(params, source, planned, purpose)
-    shards, validation = _convert_and_validate(params, source, dequantized or source, planned, out)
+    try:
+        made = _make(params, out, purpose)
+    except ReleasedError as error:
+        get_run_logger().info("made again: %s", error)
+        _forget_released(params)
+        made = _make(params, out, purpose)
+    source, dequantized, shards, validation = made
     checkpoint = publish(shards, validation)
     release_intermediates(checkpoint, source, dequantized, params.keep_intermediates, purpose)
     warmed = warm_up(checkpoint, params.warm_up_timeout_s, params.gpu_limit)
@@ -60,6 +64,22 @@ def checkpoint_pipeline(params: PipelineParameters) -> PipelineResult:
     result = PipelineResult(source=source, checkpoint=checkpoint, validation=validation, warm_up=warmed, reply=text)
     reports.report_summary(_summary(result))
     return result
+
+
+def _make(
+    params: PipelineParameters, out: Path, purpose: str
+) -> tuple[SourceResult, DequantizedResult | None, CheckpointResult, ValidationResult]:
+    """From the source to proven shards. Raises ``ReleasedError`` where a stage that must run lacks its input."""
+    source = _obtain(params, purpose)
+    planned = plan(source, params.mp, params.weights, params.mtp).summary
+    dequantized = _dequantize(params, source, planned, purpose)
+    shards, validation = _convert_and_validate(params, source, dequantized or source, planned, out)
+    return source, dequantized, shards, validation
+
+
+def _forget_released(params: PipelineParameters) -> None:
+    for note in params.work_directory.rglob("*" + RELEASED_SUFFIX):
+        forget(note.with_name(note.name.removesuffix(RELEASED_SUFFIX)))
 
 
 def _purpose(params: PipelineParameters) -> str:
@@ -106,7 +126,8 @@ def _convert_and_validate(
 ) -> tuple[CheckpointResult, ValidationResult]:
     """One transaction: shards that fail their proof are remembered by no cache, and none of them stays.
 
-    Only a failed proof removes them. A run that is cancelled or killed while it proves keeps hours of conversion.
+    Only a failed proof removes them. A run that is cancelled or killed while it proves keeps hours of conversion, and
+    a checkpoint that was published before is nobody's to remove.
     """
     with transaction():
         what = (converted_from, out, params.mp, planned.weights, params.mtp)

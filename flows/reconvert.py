@@ -93,7 +93,8 @@ def reconvert(params: ReconvertParameters) -> ReconvertResult:
     current = versions.current()
     if current == versions.directory(commit):
         get_run_logger().info("nothing to do: %s stands for %s, which %s names", params.revision, commit, versions.link)
-        return ReconvertResult(repo=params.repo, commit=commit, checkpoint=current, converted=False)
+        removed = remove_old(versions, params.keep)  # what an interrupted run left, or a lower ``keep`` asks for
+        return ReconvertResult(repo=params.repo, commit=commit, checkpoint=current, converted=False, removed=removed)
     checkpoint_pipeline(params.pipeline(commit))
     checkpoint = make_current(versions, commit)
     removed = remove_old(versions, params.keep)

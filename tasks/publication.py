@@ -71,19 +71,28 @@ def _replace(out: Path, staged: Path) -> None:
     """Give ``staged`` the name ``out``; a checkpoint of the same inputs that lost a file makes way for it."""
     if out.exists() and any(out.iterdir()):
         _check_lost_a_file(out, staged)
-        discard(out)
+        _keep_what_is_not_ours(out, staged)
+    discard(out)
     staged.rename(out)
     fsync_directory(out.parent)
 
 
 def _check_lost_a_file(out: Path, staged: Path) -> None:
-    """Raise ``InputError`` where ``out`` is anything but a checkpoint that is no longer whole."""
-    if (out / MANIFEST).exists():
+    """Raise ``InputError`` where ``out`` is anything but the same checkpoint, no longer whole."""
+    if (out / MANIFEST).exists() and read_manifest(out) == read_manifest(staged):
         try:
             check_files(out, read_manifest(out).files)
         except InputError:
             return
     raise InputError(f"{out}: another run has published there meanwhile; remove {staged} or {out}")
+
+
+def _keep_what_is_not_ours(out: Path, staged: Path) -> None:
+    """Files beside the shards, such as an evaluation, move along: they belong to the same checkpoint."""
+    ours = {MANIFEST, *(file.name for file in read_manifest(out).files)}
+    for path in out.iterdir():
+        if path.name not in {name.split("/")[0] for name in ours}:
+            path.rename(staged / path.name)
 
 
 @task(cache_policy=OnDisk(stage="release"), result_serializer="json")

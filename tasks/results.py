@@ -5,7 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from model.checkpoint.dequantize import RECORD
 from model.checkpoint.describe import PlanSummary
+from model.checkpoint.digest import hashed
 from model.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_files
 from model.checkpoint.released import is_released, is_whole, manifest_digest
 from model.errors import InputError
@@ -68,14 +70,17 @@ class PlanResult(Result):
 
 
 class DequantizedResult(Result):
-    """A BF16 Hugging Face directory."""
+    """A BF16 Hugging Face directory; the digest of its record tells of which source it is."""
 
     directory: Path
     files: tuple[FileResult, ...]
+    record_sha256: str = ""
 
     def is_there(self, inputs: dict[str, Any]) -> bool:
         """The directory may have been released once it had served its purpose."""
-        return _are_there(self.directory, self.files, inputs)
+        record = self.directory / RECORD
+        same = not record.exists() or hashed(record) == self.record_sha256
+        return same and _are_there(self.directory, self.files, inputs)
 
 
 class CheckpointResult(Result):

@@ -6,12 +6,13 @@ from prefect import task
 
 from model.checkpoint.build import Resources
 from model.checkpoint.convert import convert_plan, is_finished
+from model.checkpoint.dequantize import RECORD, is_damaged
 from model.checkpoint.dequantize import dequantize as dequantize_directory
-from model.checkpoint.dequantize import is_damaged
 from model.checkpoint.describe import describe
+from model.checkpoint.digest import hashed
 from model.checkpoint.jobs import Spread
 from model.checkpoint.plan import plan_shards
-from model.checkpoint.released import discard
+from model.checkpoint.released import discard, require
 from model.checkpoint.source import open_source
 from model.checkpoint.verify import verify
 from tasks import reports
@@ -37,6 +38,7 @@ STAGED_SUFFIX = ".staged"
 @task(cache_policy=OnDisk(stage="plan"), result_serializer="json")
 def plan(source: SourceResult, mp: int, weights: str | None, mtp: str) -> PlanResult:
     """Check everything that headers can tell and report what will be written; nothing is yet."""
+    require(source.directory)
     summary = describe(plan_shards(open_source(source.directory, mtp), mp=mp, weights=weights, mtp=mtp))
     reports.report_plan(summary)
     return PlanResult(summary=summary, made_by=this_run())
@@ -51,11 +53,13 @@ def dequantize(
     Each file is a task of its own where ``spread`` puts it, see ``tasks.spreading``.
     ``purpose`` tells which released directory counts as present, see ``model.checkpoint.released``.
     """
+    require(source.directory)
     if is_damaged(out):
         discard(out)
     with StageProgress("dequantize") as progress:
         result = dequantize_directory(source.directory, out, resources=resources, progress=progress, spread=spread)
-    return DequantizedResult(directory=out, files=file_results(result.files), made_by=this_run())
+    files = file_results(result.files)
+    return DequantizedResult(directory=out, files=files, record_sha256=hashed(out / RECORD), made_by=this_run())
 
 
 @task(cache_policy=OnDisk(stage="convert", ignored=HOW), result_serializer="json")
@@ -73,6 +77,7 @@ def convert(
     Each rank is a task of its own where ``spread`` puts it, see ``tasks.spreading``.
     A finished checkpoint of the same inputs at ``out`` is taken as it is; one that lost a file is made anew.
     """
+    require(source.directory)
     wanted = plan_shards(open_source(source.directory, mtp), mp=mp, weights=weights, mtp=mtp)
     staged = out.with_name(out.name + STAGED_SUFFIX)
     place = out if is_finished(out, wanted) else staged
@@ -85,6 +90,7 @@ def convert(
 @task(cache_policy=OnDisk(stage="validate"), result_serializer="json")
 def validate(checkpoint: CheckpointResult, source: SourceResult) -> ValidationResult:
     """Prove that the shards equal their source, tensor for tensor and bit for bit."""
+    require(source.directory)
     with StageProgress("validate") as progress:
         proven = verify(checkpoint.place, source.directory, progress)
     result = ValidationResult(

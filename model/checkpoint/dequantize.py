@@ -93,7 +93,7 @@ def read_dequantized(directory: Path) -> Dequantized:
 
 
 def is_damaged(directory: Path) -> bool:
-    """Whether a dequantised directory that was finished once has lost its record or a file since."""
+    """Whether a dequantised directory that was finished once has lost a file since."""
     if not (directory / RECORD).exists():
         return False
     try:

@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 from model.checkpoint.headers import LENGTH_BYTES
+from model.checkpoint.sidecars import TEMPLATES
 from model.checkpoint.storage import reading
 
 SMALL = 1 << 20
@@ -21,11 +22,16 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     with reading(directory):
-        for path in sorted(path for path in directory.iterdir() if path.is_file()):
-            status = path.stat()
-            digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        directory.stat()
+        for path in [*_files(directory), *_files(directory / TEMPLATES)]:
+            status, name = path.stat(), path.relative_to(directory)
+            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
             digest.update(_telling_bytes(path, status.st_size))
     return digest.hexdigest()
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file()) if directory.exists() else []
 
 
 def _telling_bytes(path: Path, size: int) -> bytes:

@@ -13,7 +13,14 @@ from model.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from model.checkpoint.storage import fsync_directory, json_bytes, storage_errors, write_atomically
 from model.errors import InputError
 
-REMOVED_SUFFIX = ".removed"
+RELEASED_SUFFIX = ".released.json"
+
+REMOVED = ".{name}.shardflow-removed"
+"""Beside a directory: what is left of it while it is removed. A name that nobody else gives anything."""
+
+
+class ReleasedError(InputError):
+    """An intermediate is needed that was released."""
 
 
 def manifest_digest(checkpoint: Path) -> str:
@@ -54,9 +61,25 @@ def is_released(directory: Path, purpose: str) -> bool:
     return same and is_whole(checkpoint, manifest_sha256)
 
 
+def require(directory: Path) -> None:
+    """Raise ``ReleasedError`` where ``directory`` is not there because it was released."""
+    if not directory.exists() and _note(directory).exists():
+        raise ReleasedError(f"{directory}: was released when its checkpoint was published, and is needed again")
+
+
+def forget(directory: Path) -> None:
+    """Let ``directory`` count as absent, so that it is made again."""
+    _note(directory).unlink(missing_ok=True)
+
+
 def discard(directory: Path) -> None:
-    """Remove a directory that may be half-used by nobody: renamed first, so that it never looks whole and is not."""
-    aside = directory.with_name(directory.name + REMOVED_SUFFIX)
+    """Remove a directory and what is left of an earlier removal: renamed first, so that no half ever looks whole.
+
+    Raises ``InputError`` for a symbolic link, whose target is not ours to remove.
+    """
+    if directory.is_symlink():
+        raise InputError(f"{directory}: is a symbolic link; name the directory itself")
+    aside = directory.with_name(REMOVED.format(name=directory.name))
     if aside.exists():
         shutil.rmtree(aside)
     if directory.exists():
@@ -66,4 +89,4 @@ def discard(directory: Path) -> None:
 
 
 def _note(directory: Path) -> Path:
-    return directory.with_name(directory.name + ".released.json")
+    return directory.with_name(directory.name + RELEASED_SUFFIX)

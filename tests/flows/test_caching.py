@@ -130,6 +130,9 @@ def test_keep_bf16_releases_the_download_alone(tiny, tmp_path, monkeypatch):
         work = tmp_path / "out.work"
         assert not (work / "hub" / "org--tiny" / commit).exists()
         assert (work / "bf16" / "org--tiny" / commit / "dequantized.json").exists()
+        # A lost file of what was kept needs what was not.
+        truncate(work / "bf16" / "org--tiny" / commit / "model-00002-of-000007.safetensors")
+        assert run(params) == (FROM_THE_HUB, [])
         # A raised version of a stage that reads the download needs it again.
         monkeypatch.setitem(STAGE_VERSIONS, "validate", STAGE_VERSIONS["validate"] + 1)
         worked, cached = run(params)

@@ -119,6 +119,9 @@ def test_an_output_that_is_taken_is_refused_before_any_work(tiny, tmp_path):
         ({"workers": 0}, "workers"),
         ({"surprise": 1}, "surprise"),
         ({"weights": "fp8", "dequantize": "staged"}, ""),
+        ({"work": "out"}, ""),
+        ({"work": "out/below"}, ""),
+        ({"ray_address": "ray://head:10001"}, ""),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_its_path(change, path):

@@ -62,16 +62,20 @@ def test_one_that_lost_a_file_makes_way(staged, tmp_path):
     before = tree_bytes(staged)
     shutil.copytree(staged, tmp_path / "out")
     (tmp_path / "out" / "model0-mp2.safetensors").unlink()
+    (tmp_path / "out" / "evaluation.json").write_text("{}")
     published(staged, tmp_path / "out")
-    assert tree_bytes(tmp_path / "out") == before
+    assert tree_bytes(tmp_path / "out") == before | {"evaluation.json": b"{}"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize("taken_by", ["a whole checkpoint", "something else"])
-def test_what_another_run_put_there_is_not_lost(staged, tmp_path, taken_by):
+@pytest.mark.parametrize("taken_by", ["a whole checkpoint", "another checkpoint that lost a file", "something else"])
+def test_what_another_run_put_there_is_not_lost(staged, converted, tmp_path, taken_by):
     if taken_by == "a whole checkpoint":
         shutil.copytree(staged, tmp_path / "out")
+    elif taken_by == "another checkpoint that lost a file":
+        convert(converted.parent / "source", tmp_path / "out", mp=1, weights="bf16")
+        (tmp_path / "out" / "model0-mp1.safetensors").unlink()
     else:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious.txt").write_text("mine")

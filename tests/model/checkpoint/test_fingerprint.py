@@ -39,6 +39,16 @@ def _change_header_and_hide_it(path):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+def test_a_template_in_its_folder_counts(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    with_template = fingerprint(copy)
+    assert with_template != fingerprint(source)
+    (copy / "additional_chat_templates" / "tools.jinja").write_text("{{ message }}")
+    assert fingerprint(copy) != with_template
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

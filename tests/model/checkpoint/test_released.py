@@ -6,7 +6,17 @@ import os
 import pytest
 
 from model.checkpoint.convert import convert
-from model.checkpoint.released import discard, is_released, is_whole, manifest_digest, release
+from model.checkpoint.released import (
+    ReleasedError,
+    discard,
+    forget,
+    is_released,
+    is_whole,
+    manifest_digest,
+    release,
+    require,
+)
+from model.errors import InputError
 from tests.random_checkpoints import small_family, write_random
 
 
@@ -52,12 +62,32 @@ def test_a_damaged_note_vouches_for_nothing(checkpoint, intermediate, note):
 def test_a_release_that_was_killed_in_between_counts_and_is_finished_by_the_next(checkpoint, intermediate):
     note = {"purpose": "this", "checkpoint": str(checkpoint), "manifest_sha256": manifest_digest(checkpoint)}
     intermediate.with_name("bf16.released.json").write_text(json.dumps(note))
-    leftover = intermediate.with_name("bf16.removed")
+    leftover = intermediate.with_name(".bf16.shardflow-removed")
     leftover.mkdir()
     (leftover / "half.safetensors").write_bytes(b"half")
     assert is_released(intermediate, "this")
     release(intermediate, "this", checkpoint)
     assert [path.name for path in intermediate.parent.iterdir()] == ["bf16.released.json"]
+
+
+def test_what_is_needed_again_is_said_and_can_be_forgotten(checkpoint, intermediate):
+    require(intermediate)
+    release(intermediate, "this", checkpoint)
+    with pytest.raises(ReleasedError, match="bf16: was released when its checkpoint was published"):
+        require(intermediate)
+    forget(intermediate)
+    assert not is_released(intermediate, "this")
+    require(intermediate)  # absent, but not released: whoever reads it says so
+
+
+def test_a_link_and_a_neighbour_are_not_ours_to_remove(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    with pytest.raises(InputError, match="out: is a symbolic link"):
+        discard(tmp_path / "out")
+    (tmp_path / "real.removed").mkdir()
+    discard(tmp_path / "real")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real.removed"]
 
 
 def test_discarding_what_is_not_there_is_no_error(tmp_path):

@@ -112,11 +112,14 @@ def microseconds(kernel: Callable[[], Any]) -> float:
 
 def graph_microseconds(kernel: Callable[[], Any], repeats: int = 20) -> float:
     """As ``microseconds``, of a captured graph: for what would else measure how fast Python launches."""
-    for _ in range(2):
-        kernel()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            kernel()
+        with torch.cuda.graph(graph, stream=stream):
+            kernel()
+    torch.cuda.current_stream().wait_stream(stream)
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):

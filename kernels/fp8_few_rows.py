@@ -25,7 +25,8 @@ LEAST_BLOCKS = 14  # of K for one part: less, and its sums cost more to write an
 def fp8_few_rows(
     a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``kernels.fp8_gemm.fp8_gemm`` on a GPU for M up to 128; see there for the operands."""
+    """``kernels.fp8_gemm.fp8_gemm`` on a GPU, meant for M up to 64; see there for the operands."""
+    a, b, b_s = a.contiguous(), b.contiguous(), b_s.contiguous()
     M, K = a.shape
     N = b.shape[0]
     out = torch.empty(M, N, dtype=dtype, device=a.device)
@@ -49,6 +50,7 @@ def fp8_few_rows(
 @functools.cache
 def _arrivals(device: torch.device, stream: int) -> torch.Tensor:
     """Counters of parts that have arrived, one a tile; every launch leaves them at zero. Streams do not share them."""
+    assert not torch.cuda.is_current_stream_capturing(), "run once on this stream before it is captured"
     return torch.zeros(8192, dtype=torch.int32, device=device)
 
 

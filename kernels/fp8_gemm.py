@@ -62,7 +62,8 @@ def _product(M: int, b: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch
     """The fastest product of that many rows, as measured on an H200 (``benchmarks.kernels``)."""
     if M <= FEW_ROWS:
         return fp8_few_rows
-    if dtype == torch.bfloat16 and b.shape[0] % 16 == 0 and b.shape[1] % BLOCK == 0 and _torch_has_product(b.device):
+    fits = b.shape[0] % 16 == 0 and b.shape[1] % (4 * BLOCK) == 0  # cuBLAS reads scales by fours
+    if dtype == torch.bfloat16 and fits and _torch_has_product(b.device):
         return fp8_gemm_torch
     return fp8_gemm_triton
 
@@ -70,8 +71,8 @@ def _product(M: int, b: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch
 @functools.cache
 def _torch_has_product(device: torch.device) -> bool:
     """Whether torch's block-scaled product takes these operands: by version of CUDA, and by GPU."""
-    codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.ones(128, 1, device=device)
+    codes = torch.zeros(128, 4 * BLOCK, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones(128, 4, device=device)
     try:
         fp8_gemm_torch(codes, scales, codes, scales[:1], torch.bfloat16)
     except (RuntimeError, ValueError, AttributeError):

@@ -40,7 +40,8 @@ def mla_decode(
     whose, ``lengths`` (B,) how many positions count (at least one). ``to_values`` is (H, V, C). Softmax in float32 of
     scores times ``scale``.
     """
-    attend = _mla_decode_triton if has_fp8_product(q_latent.device) else mla_decode_reference
+    fast = has_fp8_product(q_latent.device) and q_latent.dtype == torch.bfloat16
+    attend = _mla_decode_triton if fast else mla_decode_reference
     return attend(q_latent, q_rope, pages, table, lengths, to_values, scale, quantise=quantise, scale_fmt=scale_fmt)
 
 

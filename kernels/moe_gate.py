@@ -158,7 +158,7 @@ def _logits_kernel(
         x_inside = (token < T)[None, :] & (column < D)[:, None]
         x = tl.load(x_ptr + token[None, :] * D + column[:, None], mask=x_inside, other=0.0)
         if w_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
-            total = tl.dot(w, x, total)
+            total = tl.dot(w, x, total, input_precision="tf32x3")
         else:  # three products that together are as exact as float32
             total += tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="tf32x3")
     place = logits_ptr + (tl.program_id(1) * T + token[None, :]) * E + expert[:, None]

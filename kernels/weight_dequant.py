@@ -142,7 +142,7 @@ def weight_dequant_triton(
     if w.stride(1) != 1:
         w = w.contiguous()
     s = s.contiguous()
-    grid = (-(-s.shape[1] // TILE_BLOCKS), -(-N // TILE_ROWS))
+    grid = (-(-N // TILE_ROWS) * -(-s.shape[1] // TILE_BLOCKS),)
     with torch.cuda.device(w.get_device()):
         _weight_dequant_kernel[grid](
             w,
@@ -177,9 +177,10 @@ def _weight_dequant_kernel(
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
     """TILE_ROWS rows of TILE_BLOCKS blocks side by side. Its rows may lie in two blocks, so each has its scale."""
-    tile_row = tl.program_id(1) * TILE_ROWS
+    tiles = tl.cdiv(tl.cdiv(K, BLOCK_COLUMNS), TILE_BLOCKS)
+    tile_row = tl.program_id(0) // tiles * TILE_ROWS
     row = tl.arange(0, TILE_ROWS)[:, None, None]
-    block = (tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :, None]
+    block = (tl.program_id(0) % tiles * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :, None]
     column_in_block = tl.arange(0, TILE_COLUMNS)[None, None, :]
     column = block * BLOCK_COLUMNS + column_in_block
     row_inside = tile_row + row < N

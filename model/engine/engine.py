@@ -123,7 +123,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        """Logits (running, V), float32, after the token that was chosen last for every row."""
+        """Logits (running, V), float32, after the token that was chosen last for every row.
+
+        They are valid until the next step.
+        """
         count = self.running
         logits = self._steps.replay(self._batch_size(count)) if self._steps else self._step(count)
         for sequence in self.rows.running:
@@ -165,14 +168,15 @@ class Engine:
     def _prefill(self, first: int, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits (prompts, V) after the prompts of the rows from ``first`` on."""
         count, longest = len(prompts), max(map(len, prompts))
-        shape = self._prompt_shape(count, longest)
+        padded = self._padded(count, longest) if self._prefills else None
+        shape = padded or (count, longest)
         tokens = torch.zeros(shape, dtype=torch.long)
         lengths = torch.ones(shape[0], dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
             lengths[row] = len(prompt)
         table = self.rows.table[first : first + count]
-        if self._prefills is None or shape[0] * shape[1] > PREFILL_TOKENS:
+        if self._prefills is None or padded is None:
             given = Prompts(tokens.to(self.device), lengths.to(self.device), table)
             return self._prefill_of(given)
         static = self._static_prompts(shape)
@@ -182,15 +186,13 @@ class Engine:
         static.table[:count] = table
         return self._prefills.replay(shape)[:count].clone()
 
-    def _prompt_shape(self, count: int, longest: int) -> tuple[int, int]:
-        """As it is, or with graphs padded to a shape of few; what is too long for a graph stays as it is."""
+    def _padded(self, count: int, longest: int) -> tuple[int, int] | None:
+        """The shape of the graph for so many prompts, one of few; None for what is too long for a graph."""
         steps = -(-longest // PROMPT_STEP) * PROMPT_STEP
         padded = next((length for length in PROMPT_LENGTHS if length >= longest), steps)
         padded = min(padded, self.limits.context)
         size = 1 << (count - 1).bit_length()
-        if self._prefills is None or size * padded > PREFILL_TOKENS:
-            return count, longest
-        return size, padded
+        return None if size * padded > PREFILL_TOKENS else (size, padded)
 
     def _static_prompts(self, shape: tuple[int, int]) -> Prompts:
         if shape not in self._static:
@@ -219,7 +221,9 @@ class Engine:
         positions, table = self.rows.positions[:count], self.rows.table[:count]
         where = Where(positions, self._places(table, positions[:, None]).flatten())
         logits = self.forward.decode(self.rows.tokens[:count], where, table, self.pages.values)
-        positions += 1
+        # Rows without a sequence stay where they are, and one that has ended but not left goes no further.
+        positions += self.rows.table[:count, 0] != SCRATCH
+        positions.clamp_(max=self.limits.context - 1)
         return logits
 
     @staticmethod

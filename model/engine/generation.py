@@ -63,19 +63,18 @@ class _Ended:
         self._ended = torch.zeros(len(new), dtype=torch.bool, device=device)
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        self._asked = False
 
     def all_after(self, number: int, tokens: torch.Tensor) -> bool:
         """Whether it is known that every sequence has ended with step ``number`` or before."""
         self._ended |= torch.isin(tokens, self._eos) | (self._new <= number + 1)
         if self._event is None:
             return bool(self._ended.all())
-        if self._asked and self._event.query():
-            self._asked = False
-            if bool(self._seen):
-                return True
-        if not self._asked and number % POLL_STEPS == POLL_STEPS - 1:
-            self._seen.copy_(self._ended.all(), non_blocking=True)
-            self._event.record()
-            self._asked = True
+        if number % POLL_STEPS != POLL_STEPS - 1:
+            return False
+        # Every rank looks at the same steps, or one of them would go on alone. The last look is long done.
+        self._event.synchronize()
+        if bool(self._seen):
+            return True
+        self._seen.copy_(self._ended.all(), non_blocking=True)
+        self._event.record()
         return False

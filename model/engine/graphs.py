@@ -26,7 +26,7 @@ class Graphs(Generic[Shape]):
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def replay(self, shape: Shape) -> torch.Tensor:
-        """The result of ``run(shape)``. It is overwritten by the next replay of that shape."""
+        """The result of ``run(shape)``. The next replay of any shape may overwrite it."""
         if shape not in self._captured:
             self.capture(shape)
         graph, result = self._captured[shape]

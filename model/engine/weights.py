@@ -175,6 +175,8 @@ def expert_shapes(moe: MoE, args: ModelArgs) -> ExpertShapes:
     width = moe.shared_experts.w1.weight.shape[0]
     pieces = -(-width // args.moe_inter_dim)
     assert width % pieces == 0, f"shared experts of {width} do not divide into {pieces}"
+    whole_blocks = (width // pieces) % BLOCK == 0 or moe.shared_experts.w1.scale is None
+    assert pieces == 1 or whole_blocks, f"FP8 shared experts of {width} cut into {pieces} do not end on a block"
     return ExpertShapes(len(moe.experts), args.dim, args.moe_inter_dim, pieces, width // pieces)
 
 

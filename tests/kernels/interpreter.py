@@ -12,3 +12,4 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     patch.setattr(torch.cuda, "get_device_capability", lambda _=None: (8, 0))
     patch.setattr(torch.cuda, "current_stream", lambda _=None: types.SimpleNamespace(cuda_stream=0))
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -116,6 +116,26 @@ def test_sequences_join_and_leave_at_any_step(shards):
     assert len(texts[1]) == 7
 
 
+def test_one_sequence_ends_at_the_context_while_another_goes_on(shards):
+    """Its row is stepped with the others until it leaves, and must not run past its pages."""
+    model, engine = simple_of(shards("tiny-v3", 1)), engine_of(shards("tiny-v3", 1), Limits(batch=2, context=200))
+    prompts = some_prompts(1500, [10, 195])
+    how = {"eos": [], "sampling": GREEDY, "generator": GREEDY.generator(CPU)}
+    replies = generate(engine, prompts, max_new_tokens=100, **how)
+    assert [len(reply) for reply in replies] == [100, 5]
+    assert replies[0] == generate_simply(model, prompts[:1], max_new_tokens=100, **how)[0]
+    assert replies[1] == generate_simply(model, prompts[1:], max_new_tokens=5, **how)[0]
+
+
+def test_rows_without_a_sequence_stay_where_they_are(shards):
+    """A graph steps more rows than there are sequences."""
+    engine = engine_of(shards("tiny-v3", 1), Limits(batch=4, context=64))
+    engine.join([[5, 6, 7]], [60])
+    for _ in range(70):
+        engine._step(4)
+    assert engine.rows.positions.tolist() == [63, 0, 0, 0]
+
+
 def test_memory_follows_use_and_is_asked_first(shards):
     engine = engine_of(shards("tiny-v3", 1), Limits(batch=2, context=256, pages=3))
     assert engine.fits(100, 28)

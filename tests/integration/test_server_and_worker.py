@@ -220,6 +220,18 @@ def test_a_killed_flow_takes_its_ranks_along_and_a_lost_machine_is_noticed(team,
 
 
 @pytest.mark.usefixtures("no_evaluation")
+def test_a_cancelled_flow_takes_its_ranks_along(team, tiny, tmp_path):
+    """The ranks are frozen, so that the warm-up lasts until the cancelling arrives, and cannot end by themselves."""
+    run = team.start_run("checkpoint-pipeline/tiny", tiny_params(tiny, tmp_path / "out"))
+    ranks = wait_for(lambda: len(found := team.processes("model.warmup")) >= 2 and found, 90, "the ranks run", 0.05)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    team.cli("flow-run", "cancel", run)
+    team.wait(run, want="CANCELLED")
+    wait_for(lambda: not team.processes("model.warmup"), 60, "no rank outlives its cancelled flow")
+
+
+@pytest.mark.usefixtures("no_evaluation")
 def test_two_warm_ups_have_the_gpu_one_after_the_other(team, tiny, tmp_path):
     outs = [str(tmp_path / name) for name in ("one", "two")]
     slot = {"names": ["gpu"], "slots": 1, "mode": "concurrency"}

@@ -4,9 +4,10 @@ from prefect.states import Failed
 from model.checkpoint.hub import DamagedFileError
 from model.checkpoint.hub_errors import TransientError
 from model.errors import InputError, RunError
+from tasks.publication import _publish, release_intermediates
 from tasks.retries import may_go_away
-from tasks.source import download, resolve_revision, take_local
-from tasks.stages import convert, dequantize, plan, publish, validate
+from tasks.source import download, resolve_revision
+from tasks.stages import convert, dequantize, plan, validate
 
 
 @pytest.mark.parametrize(
@@ -28,4 +29,4 @@ def test_only_network_stages_retry():
         "download",
         "resolve_revision",
     }
-    assert not any(task.retries for task in (take_local, plan, dequantize, convert, validate, publish))
+    assert not any(task.retries for task in (plan, dequantize, convert, validate, _publish, release_intermediates))

@@ -30,8 +30,9 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory):
 def artifacts(key: str) -> list[dict]:
     """All artifacts of a key, the newest first, as the server has them."""
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-    with get_client(sync_client=True) as client:
-        found = client.read_artifacts()
-    newest = sorted((artifact for artifact in found if artifact.key == key), key=lambda a: a.created, reverse=True)
+    with get_client(sync_client=True) as client:  # by key: the server gives no more than 200 at a time
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+    newest = sorted(found, key=lambda artifact: artifact.created, reverse=True)
     return [artifact.model_dump() for artifact in newest]

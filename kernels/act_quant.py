@@ -86,6 +86,15 @@ def act_quant_triton(
 
 
 @jit()
+def scale_of(amax: tl.tensor, LARGEST: tl.constexpr, LEAST_AMAX: tl.constexpr, UE8M0: tl.constexpr) -> tl.tensor:
+    """The scale of groups whose largest magnitude is ``amax``, for every kernel that quantises; see ``act_quant``."""
+    s = tl.div_rn(tl.maximum(amax, LEAST_AMAX), LARGEST)  # a plain `/` compiles to an approximate division
+    if UE8M0:
+        s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return s
+
+
+@jit()
 def _quotient(x: tl.tensor, s: tl.tensor) -> tl.tensor:
     """``x / s[:, None]``, correctly rounded, for the price of one division a row.
 
@@ -121,10 +130,7 @@ def _act_quant_kernel(
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * row_stride + column, mask=column < K, other=0.0).to(tl.float32)
 
-    # div_rn: a plain `/` compiles to an approximate division
-    s = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST_AMAX), LARGEST)
-    if UE8M0:
-        s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    s = scale_of(tl.max(tl.abs(x), axis=1), LARGEST, LEAST_AMAX, UE8M0)
     q = _quotient(x, s)
 
     n_groups = tl.cdiv(K, BLOCK)

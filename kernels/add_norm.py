@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant
+from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant, scale_of
 from kernels.device import begin, has_fp8_product, jit, overlapping, tl, triton
 
 BLOCK = 128
@@ -140,9 +140,7 @@ def _add_norm_kernel(
     tl.store(y_ptr + token * D + column, y, mask=inside)
     if QUANTISE:
         y = y.to(tl.float32)
-        s = tl.div_rn(tl.maximum(tl.max(tl.abs(y), axis=1), LEAST_AMAX), LARGEST)
-        if UE8M0:
-            s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        s = scale_of(tl.max(tl.abs(y), axis=1), LARGEST, LEAST_AMAX, UE8M0)
         q = tl.div_rn(y, s[:, None])
         tl.store(q_ptr + token * D + column, q.to(q_ptr.dtype.element_ty), mask=inside)
         tl.store(s_ptr + token * tl.cdiv(D, BLOCK) + group, s, mask=group < tl.cdiv(D, BLOCK))

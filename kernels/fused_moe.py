@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant
+from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant, scale_of
 from kernels.device import begin, has_fp8_product, jit, overlapping, tl, triton
 from kernels.fp8_gemm import fp8_gemm_reference
 from kernels.moe_align import Tiles, align
@@ -335,9 +335,7 @@ def _gate_up_kernel(  # noqa: PLR0915
         up = up.to(tl.bfloat16).to(tl.float32)
         h = (gate / (1 + tl.exp(-gate))).to(tl.bfloat16).to(tl.float32) * up
         h = tl.where(inside[:, None], h.to(tl.bfloat16).to(tl.float32), 0.0)
-        s = tl.div_rn(tl.maximum(tl.max(tl.abs(h), axis=0), LEAST_AMAX), LARGEST)
-        if UE8M0:
-            s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        s = scale_of(tl.max(tl.abs(h), axis=0), LARGEST, LEAST_AMAX, UE8M0)
         h = tl.div_rn(h, s[None, :])
         tl.store(h_s_ptr + slot * tl.cdiv(I, 128) + tl.program_id(0) // n_tiles, s, mask=filled)
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations  # without Triton the kernel's annotations mu
 
 import torch
 
-from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant
+from kernels.act_quant import FP8_MAX, SMALLEST_AMAX, act_quant, scale_of
 from kernels.device import begin, has_fp8_product, jit, overlapping, tl, triton
 from kernels.latent_cache import PAGE
 
@@ -248,8 +248,6 @@ def _join_kernel(
     tl.store(out_ptr + target, rounded, mask=inside)
     if QUANTISE:
         y = rounded.to(tl.float32)
-        s = tl.div_rn(tl.maximum(tl.max(tl.abs(y), axis=1), LEAST_AMAX), LARGEST)
-        if UE8M0:
-            s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        s = scale_of(tl.max(tl.abs(y), axis=1), LARGEST, LEAST_AMAX, UE8M0)
         tl.store(q_ptr + target, tl.div_rn(y, s[:, None]).to(q_ptr.dtype.element_ty), mask=inside)
         tl.store(s_ptr + b * H + head, s, mask=real)

@@ -28,6 +28,15 @@ def small_family(fp8: bool = True, files: int = 2, block: int = 128, **changes: 
     return Family(config, files=files, fp8=fp8, mtp=bool(config["num_nextn_predict_layers"]), block=block)
 
 
+def large_family() -> Family:
+    """About 160 MB of FP8 weights in 8 files: written in seconds, and long enough at work to be met in the middle."""
+    return small_family(
+        files=8, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=1024, num_hidden_layers=6,
+        n_routed_experts=8, num_attention_heads=8, vocab_size=16384, q_lora_rank=512, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+
+
 def write_random(family: Family, directory: Path, seed: int = 0) -> Path:
     """Write the checkpoint with data drawn from ``seed``: any FP8 code but NaN, positive scales."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from model.checkpoint.verify import verify
 from tests.hub_server import HubServer
 from tests.integration.guide import blocks
 from tests.integration.processes import wait_for
-from tests.random_checkpoints import small_family, write_random
+from tests.random_checkpoints import large_family, write_random
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -77,12 +77,7 @@ def test_a_wrong_parameter_is_refused_with_its_path(team, deployment, change, pa
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """About 160 MB of FP8 weights: written in seconds, and long enough to be met in the middle."""
-    family = small_family(
-        files=8, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=1024, num_hidden_layers=6,
-        n_routed_experts=8, num_attention_heads=8, vocab_size=16384, q_lora_rank=512, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    )  # fmt: skip
-    return write_random(family, tmp_path_factory.mktemp("large") / "source")
+    return write_random(large_family(), tmp_path_factory.mktemp("large") / "source")
 
 
 @pytest.fixture

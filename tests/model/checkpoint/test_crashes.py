@@ -18,7 +18,7 @@ from model.checkpoint.dequantize import dequantize
 from model.checkpoint.verify import verify
 from model.errors import InputError, RunError
 from tests.checkpoints import tree_bytes
-from tests.random_checkpoints import small_family, write_random
+from tests.random_checkpoints import large_family, write_random
 
 KILLS = 30
 MIB = 1 << 20
@@ -27,12 +27,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """About 160 MB of FP8 weights in 8 files, so that a conversion lasts long enough to be killed in every phase."""
-    family = small_family(
-        files=8, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=1024, num_hidden_layers=6,
-        n_routed_experts=8, num_attention_heads=8, vocab_size=16384, q_lora_rank=512, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    )  # fmt: skip
-    return write_random(family, tmp_path_factory.mktemp("large") / "source")
+    return write_random(large_family(), tmp_path_factory.mktemp("large") / "source")
 
 
 STAGES = {
